@@ -1,0 +1,40 @@
+# One way in: `make demo` scores an example, `make test` runs the tests. Both set themselves up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
+
+.PHONY: demo test lint bench format clean install
+
+demo: install
+	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 65536
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CORE)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CORE)
+
+install: $(STAMP)
+
+# Installed again only when the build inputs change; Python sources are used from the tree (editable).
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 ninja torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build runs
