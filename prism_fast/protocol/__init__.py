@@ -1,0 +1,1 @@
+"""Names and numbers of the contract. Imports nothing else of ours."""
