@@ -1,34 +1,62 @@
 """The instrumented, single-pass training stream: predict, record, then hand out (harness.md).
 
 A batch's record leaves for the referee before the bundle sees the batch; that order is what makes the summed loss a
-code length. On a GPU nothing here waits for the device: sums travel by asynchronous copies and are sent when their
-event has passed, in order.
+code length. Who predicts is the source's business: this process (`open`), or evaluators it cannot reach (`sealed`).
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from prism_fast.harness import wire
-from prism_fast.harness.predictor import InProcessPredictor, unwrap
-from prism_fast.kernels.dispatch import backend_for
+from prism_fast.harness.deferred import DeferredReads
+from prism_fast.harness.predictor import unwrap
 from prism_fast.protocol import PrismBatch, PrismContext
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, PrismError
 from prism_fast.protocol.run_spec import RunSpec
 
-LEDGER_RECORD = struct.Struct("<QddQIIIIIHH")  # ledger.LEDGER_DTYPE
 OBSERVATION_RECORD = struct.Struct("<QdffffffII")  # ledger.OBSERVATIONS_DTYPE
-IN_FLIGHT = 64  # device batches whose sums have not been read yet
+
+
+class Request(NamedTuple):
+    """What the bundle asked for, checked. `model` is as given (it may be wrapped); `basis` is "tokens" or "bytes"."""
+
+    model: nn.Module
+    batch_size: int
+    seq_len: int
+    basis: str
+
+
+class Handed(NamedTuple):
+    """A predicted and recorded batch, int64 [B, L] on the model's device, and where its time went (host seconds)."""
+
+    tokens: Tensor
+    data_wait_s: float
+    predict_s: float
+    scoring_s: float
+    ledger_s: float
+
+
+class BatchSource(Protocol):
+    """Hands out batches that have been predicted and recorded."""
+
+    def start(self, request: Request) -> None: ...
+
+    def take(self, index: int) -> Handed | str:
+        """Batch `index` of this rank, or why there is none (one of the STOP_ constants)."""
+        ...
+
+    def finish(self) -> None:
+        """No further batch will be taken: whatever is on its way to the referee arrives."""
+        ...
 
 
 class GradNorm:
@@ -54,58 +82,50 @@ class GradNorm:
         torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
         torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
-    def take(self, parameters: list[nn.Parameter]) -> Tensor | None:
-        """The last step's norm as a scalar tensor, or None when the bundle left no gradient to see."""
+    def take(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The last step's norm, float64 [1]; NaN when the bundle left no gradient to see."""
         norm, self._clipped = self._clipped, None
-        if norm is not None:
-            return norm.detach()
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if not grads:
-            return None
-        with torch.no_grad():
-            return torch.nn.utils.get_total_norm(grads)
-
-
-class _Observation:
-    """What is seen of one step, filled in as it happens and sent when the next batch is asked for."""
-
-    __slots__ = ("data_wait_s", "index", "ledger_s", "predict_s", "scoring_s", "step_s", "wall_s")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.wall_s = self.data_wait_s = self.predict_s = self.scoring_s = self.ledger_s = self.step_s = 0.0
+        if norm is None:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            if grads:
+                with torch.no_grad():
+                    norm = torch.nn.utils.get_total_norm(grads)
+        if not isinstance(norm, Tensor) or norm.numel() != 1:
+            return torch.full((1,), math.nan, dtype=torch.float64)
+        return norm.detach().reshape(1).double()
 
 
 class Instrument:
-    """Serves one `iter_train_batches` per process and keeps the referee informed."""
+    """Serves one `iter_train_batches` per process and keeps the referee informed of what it sees."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        channel: wire.RunnerChannel,
-        make_stream: Callable[[int, int, str], Any],
-        reference_tokenizer: Any,
-        token_bytes: dict[str, Any],
-        rank: int,
-        device: torch.device,
+        self, spec: RunSpec, source: BatchSource, channel: wire.RunnerChannel, tokenizer: Any, rank: int
     ) -> None:
-        """`make_stream(seq_len, batch_size, basis)` opens the stream; `token_bytes[basis]` is its int32 byte table."""
-        self.spec, self.channel, self.rank, self.device = spec, channel, rank, device
-        self._make_stream, self._tokenizer, self._token_bytes = make_stream, reference_tokenizer, token_bytes
+        """`tokenizer`: the only object a bundle may pass as tokenizer, or None when the run's basis is bytes."""
+        self.spec, self.source, self.channel, self.rank = spec, source, channel, rank
         self.grad_norm = GradNorm()
         self.model: nn.Module | None = None  # unwrapped; what is scored and saved
         self.stopped_reason: str | None = None
         self.error: PrismError | None = None
+        self._tokenizer = tokenizer
         self._started = False
         self._began = perf_counter()
-        self._in_flight: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
-        self._open: _Observation | None = None
-        self._handed_out_at = 0.0
+        self._reads = DeferredReads()
+        self._open: tuple[int, float, Handed] | None = None
         self._parameters: list[nn.Parameter] = []
 
     def begin(self) -> None:
-        """Starts the graceful budget's clock: train(ctx) is about to be entered."""
+        """Sets the series' clock to zero: train(ctx) is about to be entered."""
         self._began = perf_counter()
+
+    def finish(self) -> None:
+        """After train(ctx) returned: closes the last step and lets everything arrive."""
+        self._close_step()
+        self._reads.poll(wait=True)
+        if self._started:
+            self.source.finish()
+        if self.stopped_reason is None:
+            self.stopped_reason = c.STOP_BUNDLE_RETURNED
 
     # ------------------------------------------------------------------------------------------- the bundle's side
 
@@ -115,19 +135,19 @@ class Instrument:
         if self._started:
             return iter(())
         try:
-            basis = self._basis(tokenizer)
-            seq_len = self._seq_len(seq_len)
-            self._check_batch_size(batch_size)
             if not isinstance(model, nn.Module):
                 raise BundleRejected(
                     f"iter_train_batches was given a {type(model).__name__}; "
                     "expected the torch.nn.Module being trained",
                     rule=c.RULE_BATCH_REQUEST,
                 )
-            self._started = True
+            request = Request(
+                model, self._check_batch_size(batch_size), self._check_seq_len(seq_len), self._basis(tokenizer)
+            )
             self.model = unwrap(model)
             self._parameters = list(self.model.parameters())
-            return self._guarded(self._loop(model, batch_size, seq_len, basis))
+            self._started = True
+            return self._loop(request)
         except PrismError as e:
             raise self._remember(e) from None
 
@@ -142,7 +162,7 @@ class Instrument:
             )
         return "tokens"
 
-    def _seq_len(self, seq_len: int | None) -> int:
+    def _check_seq_len(self, seq_len: int | None) -> int:
         limit = self.spec.sequence_length
         if seq_len is None:
             return limit
@@ -154,7 +174,7 @@ class Instrument:
             )
         return seq_len
 
-    def _check_batch_size(self, batch_size: int) -> None:
+    def _check_batch_size(self, batch_size: int) -> int:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= 65535:
             raise BundleRejected(
                 f"iter_train_batches was asked for batch_size={batch_size!r}; expected 1 to 65535",
@@ -165,6 +185,7 @@ class Instrument:
                 f"iter_train_batches was asked for batch_size={batch_size}; this run pins it to {self.spec.batch_size}",
                 rule=c.RULE_BATCH_REQUEST,
             )
+        return batch_size
 
     def _remember(self, error: PrismError) -> PrismError:
         """Keeps the first error, so that a bundle which swallows the exception still ends with it."""
@@ -172,166 +193,43 @@ class Instrument:
             self.error = error
         return error
 
-    def _guarded(self, loop: Iterator[PrismBatch]) -> Iterator[PrismBatch]:
+    # -------------------------------------------------------------------------------------------------- the loop
+
+    def _loop(self, request: Request) -> Iterator[PrismBatch]:
         try:
-            yield from loop
+            self.source.start(request)
+            index = 0
+            while not isinstance(handed := self.source.take(index), str):
+                self._open = (index, perf_counter(), handed)
+                yield PrismBatch(tokens=handed.tokens, index=index)
+                self._close_step()
+                index += 1
+            self.stopped_reason = handed
         except PrismError as e:
             raise self._remember(e) from None
 
-    # -------------------------------------------------------------------------------------------------- the loop
-
-    def _loop(self, model: nn.Module, batch_size: int, seq_len: int, basis: str) -> Iterator[PrismBatch]:
-        spec, world = self.spec, self.spec.world_size
-        device = next((p.device for p in model.parameters()), self.device)
-        token_bytes = torch.as_tensor(self._token_bytes[basis], dtype=torch.int32).to(device)
-        predictor = InProcessPredictor(model, token_bytes, cap=spec.max_parameters, stage=spec.param_ladder_stage)
-        stream = self._make_stream(seq_len, batch_size, basis)
-        blocks = iter(stream)
-        plan = asdict(stream.plan_summary())
-        index = positions = 0
-        reason: str | None = None
-        while reason is None:
-            reason = self._budget_reached(positions * world, index)
-            if reason is None and world > 1:
-                reason = self.channel.ask(index)
-            if reason is not None:
-                break
-            seen = self._open = _Observation(index)
-            t0 = perf_counter()
-            block = next(blocks, None)
-            if block is None:
-                self._open = None
-                reason = c.STOP_DATA_EXHAUSTED
-                break
-            tokens, targets = self._to_device(block.tokens, device), self._to_device(block.targets, device)
-            t1 = perf_counter()
-            prediction = predictor.predict(tokens, targets)
-            t2 = perf_counter()
-            if index == 0:
-                self.channel.send_json(
-                    wire.MODEL,
-                    {
-                        "rank": self.rank,
-                        "model_params": predictor.model_params,
-                        "head_width": predictor.head_width,
-                        "n_vocab": token_bytes.numel(),
-                        "batch_size": batch_size,
-                        "seq_len": seq_len,
-                        "basis": basis,
-                        "plan": plan,
-                        "backends": {"token_nll": backend_for(device).name},
-                    },
-                )
-            rows, width = tokens.shape
-            self._record(index, rows, width, block.documents, prediction.sums)
-            index += 1
-            positions += rows * width
-            now = perf_counter()
-            seen.data_wait_s, seen.predict_s, seen.scoring_s = t1 - t0, prediction.forward_s, prediction.scoring_s
-            seen.ledger_s, seen.wall_s = now - t2, now - self._began
-            self._handed_out_at = now
-            yield PrismBatch(tokens=tokens, index=seen.index)
-            self._finish_step()
-        self.stopped_reason = reason
-        self._drain(wait=True)
-
-    def _budget_reached(self, tokens_seen: int, steps: int) -> str | None:
-        """Why no further batch may be handed out, in the contract's order of precedence."""
-        spec = self.spec
-        if spec.token_budget is not None and tokens_seen >= spec.token_budget:
-            return c.STOP_TOKEN_BUDGET
-        if spec.step_budget is not None and steps >= spec.step_budget:
-            return c.STOP_STEP_BUDGET
-        if spec.world_size > 1:
-            return None  # ranks must stop together: the referee decides
-        if perf_counter() - self._began >= spec.budget_seconds:
-            return c.STOP_WALL_CLOCK
-        return self.channel.stop_requested()
-
-    def _to_device(self, array: Any, device: torch.device) -> Tensor:
-        """A private copy of a recycled buffer, on the model's device."""
-        host = torch.from_numpy(array)
-        if device.type == "cpu":
-            return host.clone()
-        return host.pin_memory().to(device, non_blocking=True)
-
-    def _record(self, index: int, rows: int, width: int, documents: int, sums: Tensor) -> None:
-        def send(v: list[float]) -> None:
-            nats, special_nats, n_bytes, scored, special, faults = v
-            body = LEDGER_RECORD.pack(
-                index,
-                nats,
-                special_nats,
-                int(n_bytes),
-                int(scored),
-                int(special),
-                rows * width,
-                int(faults),
-                documents,
-                self.rank,
-                rows,
-            )
-            self.channel.send(wire.PREDICTED, body)
-
-        self._defer(sums, send)
-
-    def _finish_step(self) -> None:
-        """Observes the step that just ended; called when the bundle asks for the next batch, or is done."""
-        seen, self._open = self._open, None
-        if seen is None:
+    def _close_step(self) -> None:
+        """Observes the step that just ended: the bundle asked for the next batch, or is done."""
+        if self._open is None:
             return
-        seen.step_s = perf_counter() - self._handed_out_at
-        norm = self.grad_norm.take(self._parameters)
+        (index, handed_out_at, handed), self._open = self._open, None
+        step_s = perf_counter() - handed_out_at
 
-        def send(v: list[float]) -> None:
-            body = OBSERVATION_RECORD.pack(
-                seen.index,
-                seen.wall_s,
-                seen.data_wait_s,
-                seen.predict_s,
-                seen.scoring_s,
-                seen.ledger_s,
-                seen.step_s,
-                v[0],
-                self.rank,
-                0,
+        def send(norm: list[float]) -> None:
+            self.channel.send(
+                wire.STEPPED,
+                OBSERVATION_RECORD.pack(
+                    index,
+                    handed_out_at - self._began,
+                    handed.data_wait_s,
+                    handed.predict_s,
+                    handed.scoring_s,
+                    handed.ledger_s,
+                    step_s,
+                    norm[0],
+                    self.rank,
+                    0,
+                ),
             )
-            self.channel.send(wire.STEPPED, body)
 
-        if norm is None:
-            norm = torch.tensor(math.nan)
-        self._defer(norm.reshape(1).double(), send)
-
-    # ------------------------------------------------------------------------------- device values, without waiting
-
-    def _defer(self, values: Tensor, send: Callable[[list[float]], None]) -> None:
-        """Calls `send` with the values once they are on the host; calls stay in order."""
-        if values.device.type == "cpu" and not self._in_flight:
-            send(values.numpy().tolist())
-            return
-        event = None
-        if values.device.type != "cpu":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            values = host
-        self._in_flight.append((send, values, event))
-        self._drain(wait=False)
-
-    def _drain(self, *, wait: bool) -> None:
-        while self._in_flight:
-            send, values, event = self._in_flight[0]
-            if event is not None and not event.query():
-                if not wait and len(self._in_flight) <= IN_FLIGHT:
-                    return
-                event.synchronize()
-            self._in_flight.popleft()
-            send(values.numpy().tolist())
-
-    def finish(self) -> None:
-        """After train(ctx) returned: closes the last step and sends what is still in flight."""
-        self._finish_step()
-        self._drain(wait=True)
-        if self.stopped_reason is None:
-            self.stopped_reason = c.STOP_BUNDLE_RETURNED
+        self._reads.read(self.grad_norm.take(self._parameters), send)

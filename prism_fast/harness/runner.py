@@ -27,7 +27,9 @@ from prism_fast.protocol.errors import BundleFailed, BundleRejected, PrismError 
 
 PACKAGE = Path(__file__).parent.parent
 # An error raised in these files, and not in bundle code that they called, is ours.
-ENGINE_FILES = tuple(str(PACKAGE / p) for p in ("data", "harness/instrument.py", "harness/predictor.py"))
+ENGINE_FILES = tuple(
+    str(PACKAGE / p) for p in ("data", "harness/instrument.py", "harness/open_source.py", "harness/predictor.py")
+)
 
 
 def main() -> int:
@@ -58,6 +60,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     from prism_fast.data.tokenizers import reference_tokenizer
     from prism_fast.harness.context_engine import Engine, import_bundle, make_context
     from prism_fast.harness.instrument import Instrument
+    from prism_fast.harness.open_source import OpenSource
     from prism_fast.harness.seeding import seed_everything, set_deterministic
     from prism_fast.protocol.run_spec import RunSpec
 
@@ -71,7 +74,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     tokenizer = reference_tokenizer(spec.tokenizer)
     byte_tokenizer = reference_tokenizer("bytes")
     split = open_corpus(job["corpus_dir"]).split("train")
-    instrument = Instrument(
+    source = OpenSource(
         spec,
         channel,
         make_stream=lambda seq_len, batch_size, basis: TokenStream(
@@ -83,11 +86,10 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             world=world,
             prefetch=job["prefetch"],
         ),
-        reference_tokenizer=tokenizer if spec.tokenizer != "bytes" else None,
         token_bytes={"tokens": tokenizer.token_bytes, "bytes": byte_tokenizer.token_bytes},
         rank=rank,
-        device=device,
     )
+    instrument = Instrument(spec, source, channel, tokenizer if spec.tokenizer != "bytes" else None, rank)
     instrument.grad_norm.install()
     channel.send_json(
         wire.HELLO,
@@ -120,6 +122,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     if not callable(train):
         raise BundleRejected("training.py does not define `train(ctx)`", rule=c.RULE_BUNDLE_SHAPE)
     channel.send_json(wire.STARTED, {"rank": rank, "bundle_import_s": perf_counter() - bundle_began})
+    source.begin()
     instrument.begin()
     returned = train(context)
     instrument.finish()
