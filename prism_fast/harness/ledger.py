@@ -7,6 +7,8 @@ then summed and written in rank order, so the sums have the same bits whoever wa
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,27 @@ from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import EngineFault
 from prism_fast.protocol.score import CodeLength
 
+LEDGER_RECORD = struct.Struct("<QddQIIIIIHH")  # protocol.ledger.LEDGER_DTYPE
 FLUSH_RECORDS = 1024
 MAX_RANK_SKEW = 4096
+
+
+def pack_record(index: int, sums: Sequence[float], positions: int, documents: int, rank: int, rows: int) -> bytes:
+    """One ledger record. `sums`: the six values of `kernels.batch_code_length`."""
+    nats, special_nats, n_bytes, scored, special, faults = sums
+    return LEDGER_RECORD.pack(
+        index,
+        nats,
+        special_nats,
+        int(n_bytes),
+        int(scored),
+        int(special),
+        positions,
+        int(faults),
+        documents,
+        rank,
+        rows,
+    )
 
 
 class Ledger:

@@ -61,6 +61,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     from prism_fast.harness.context_engine import Engine, import_bundle, make_context
     from prism_fast.harness.instrument import Instrument
     from prism_fast.harness.open_source import OpenSource
+    from prism_fast.harness.sealed_source import SealedSource
     from prism_fast.harness.seeding import seed_everything, set_deterministic
     from prism_fast.protocol.run_spec import RunSpec
 
@@ -72,23 +73,26 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     seed_everything(spec.seed)
 
     tokenizer = reference_tokenizer(spec.tokenizer)
-    byte_tokenizer = reference_tokenizer("bytes")
-    split = open_corpus(job["corpus_dir"]).split("train")
-    source = OpenSource(
-        spec,
-        channel,
-        make_stream=lambda seq_len, batch_size, basis: TokenStream(
-            split,
-            seq_len,
-            batch_size,
-            basis=_stream_basis(spec, basis),
+    source: OpenSource | SealedSource
+    if spec.seal == "sealed":
+        source = SealedSource(spec, channel)
+    else:
+        split = open_corpus(job["corpus_dir"]).split("train")
+        source = OpenSource(
+            spec,
+            channel,
+            make_stream=lambda seq_len, batch_size, basis: TokenStream(
+                split,
+                seq_len,
+                batch_size,
+                basis=_stream_basis(spec, basis),
+                rank=rank,
+                world=world,
+                prefetch=job["prefetch"],
+            ),
+            token_bytes={"tokens": tokenizer.token_bytes, "bytes": reference_tokenizer("bytes").token_bytes},
             rank=rank,
-            world=world,
-            prefetch=job["prefetch"],
-        ),
-        token_bytes={"tokens": tokenizer.token_bytes, "bytes": byte_tokenizer.token_bytes},
-        rank=rank,
-    )
+        )
     instrument = Instrument(spec, source, channel, tokenizer if spec.tokenizer != "bytes" else None, rank)
     instrument.grad_norm.install()
     channel.send_json(
@@ -122,7 +126,6 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     if not callable(train):
         raise BundleRejected("training.py does not define `train(ctx)`", rule=c.RULE_BUNDLE_SHAPE)
     channel.send_json(wire.STARTED, {"rank": rank, "bundle_import_s": perf_counter() - bundle_began})
-    source.begin()
     instrument.begin()
     returned = train(context)
     instrument.finish()
@@ -131,7 +134,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         raise instrument.error
     if instrument.model is None:
         raise BundleFailed("train(ctx) returned without calling ctx.iter_train_batches", rule=c.RULE_RUNTIME_ERROR)
-    if rank == 0:
+    if rank == 0 and spec.seal == "open":
         _save_weights(instrument.model, job["weights_path"])
     cuda = device.type == "cuda"
     channel.send_json(

@@ -79,6 +79,9 @@ RULE_OUTPUT_SHAPE = "prism:output-shape"
 RULE_BATCH_REQUEST = "prism:batch-request"
 RULE_MODEL_MISMATCH = "prism:model-mismatch"
 RULE_DEGENERATE = "prism:degenerate"
+RULE_FORCED_INIT = "prism:forced-init"
+RULE_NONCAUSAL = "prism:noncausal"
+RULE_NONDETERMINISTIC = "prism:nondeterministic"
 
 # Why the training loop stopped, in order of precedence
 STOP_TOKEN_BUDGET = "token_budget"

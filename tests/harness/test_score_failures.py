@@ -137,9 +137,8 @@ def test_a_failed_run_leaves_nothing_of_an_earlier_scored_one(score, tmp_path):
     ("options", "words"),
     [
         (("--data", "no/such/place"), "no/such/place"),
-        (("--seal", "sealed"), "not built into this version"),
         (("--capture", "fused"), "not built into this version"),
-        (("--isolation", "bwrap"), "not built into this version"),
+        (("--seal", "open", "--isolation", "bwrap"), "use --seal sealed"),
         (("--accounting", "prism-v2"), "not built into this version"),
         (("--seeds", "1,two"), "1,two"),
         (("--seeds", "7,7"), "each seed once"),
