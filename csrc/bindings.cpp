@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "checksum.hpp"
+#include "foreign.hpp"
 #include "shard.hpp"
 #include "token_stream.hpp"
 #include "version.hpp"
@@ -125,12 +126,14 @@ void bind_shards(py::module_& m) {
   py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard")
       .def_static(
           "open",
-          [](const std::string& path, const std::string& access) {
-            const prism::Access how = access_named(access);
+          [](const std::string& path, const std::string& format, unsigned width,
+             std::optional<std::uint64_t> end_of_text, bool one_record, const std::string& access) {
+            const prism::OpenOptions options{format, width, end_of_text, one_record, access_named(access)};
             const py::gil_scoped_release release;
-            return Shard::open(path, how);
+            return prism::open_shard(path, options);
           },
-          py::arg("path"), py::arg("access") = "auto")
+          py::arg("path"), py::kw_only(), py::arg("format") = "", py::arg("width") = 0,
+          py::arg("end_of_text") = py::none(), py::arg("one_record") = false, py::arg("access") = "auto")
       .def_property_readonly("path", &Shard::path)
       .def_property_readonly("format", &Shard::format)
       .def_property_readonly("mapped", &Shard::mapped)

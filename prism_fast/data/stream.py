@@ -68,9 +68,10 @@ class TokenStream(Iterator[StreamBatch]):
     row; rank r takes batches r, r + world, ... With one rank the last batch may hold fewer rows; with several, every
     rank takes as many full batches, and the rest is tail.
 
-    split: a `Split` of a corpus, or shard paths or open shards. basis: "tokens" (ids as stored) or "bytes" (each
-    token becomes its bytes, ids 0..255, end-of-text 256). tokenizer: needed only for shards of another tokenizer than
-    "gpt2" and "bytes". access: as in `open_shard`. start_batch counts this rank's batches.
+    split: a `Split` of a corpus, or shard paths, or open shards (of other formats: opened with `tokenizer`).
+    basis: "tokens" (ids as stored) or "bytes" (each token becomes its bytes, ids 0..255, end-of-text 256).
+    tokenizer: needed only for shards of another tokenizer than "gpt2" and "bytes". access: as in `open_shard`.
+    start_batch counts this rank's batches.
 
     Memory: (prefetch + 2) batches, whatever the size of the corpus. Errors of the reader (DataError, OSError) are
     raised by `next()`, after the batches that were read before them. Not usable after a fork (RuntimeError).
@@ -206,7 +207,7 @@ def _open_all(split: Any, tokenizer: Tokenizer | None, access: str) -> list[Shar
         items = [split]
     else:
         items = list(getattr(split, "shards", split))
-    return [item if isinstance(item, Shard) else open_shard(item, access=access) for item in items]
+    return [item if isinstance(item, Shard) else open_shard(item, tokenizer=tokenizer, access=access) for item in items]
 
 
 def _tokenizer_of(shards: Sequence[Shard]) -> Tokenizer:
