@@ -296,9 +296,6 @@ def pack_splits(
 
 def _read_journal(journal: Path, key: str, out: Path) -> dict[str, Any]:
     if not journal.exists():
-        foreign = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, "sorting"))
-        if foreign:
-            raise UsageError(f"{out}: expected an empty or new folder, found {foreign[0]!r}: choose another")
         return {}
     state = json.loads(journal.read_bytes())
     if state["key"] != key:
@@ -389,8 +386,7 @@ def pack_given(
                 Progress("pack", reader.bytes_done, reader.bytes_total, total.documents, total.tokens, total.bytes)
             )
 
-    with locked(out / LOCK, wait=False):
-        require_unpacked(out)
+    with claimed(out):
         entries = pack_splits(
             documents,
             out,
@@ -416,10 +412,23 @@ def pack_given(
     return manifest
 
 
-def require_unpacked(out: Path) -> None:
-    """UsageError when `out` already holds a whole corpus."""
+def require_free(out: Path) -> None:
+    """UsageError when `out` holds a whole corpus, or anything but an unfinished one."""
     if (out / MANIFEST).exists():
         raise UsageError(f"{out}: already holds a packed corpus: choose another folder")
+    if out.exists() and not (out / JOURNAL).exists():
+        others = sorted(path.name for path in out.iterdir() if path.name != LOCK)
+        if others:
+            raise UsageError(f"{out}: expected an empty or new folder, found {others[0]!r}: choose another")
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Holds `out` for this process; UsageError when another packs into it or it is not free."""
+    require_free(out)  # before anything is made there
+    with locked(out / LOCK, wait=False):
+        require_free(out)
+        yield
 
 
 def finish(out: Path, manifest: Manifest) -> None:
