@@ -20,6 +20,7 @@ import numpy.typing as npt
 from prism_fast.data.documents import Document, DocumentReader, Source, find_sources
 from prism_fast.data.manifest import NAME as MANIFEST
 from prism_fast.data.manifest import (
+    SPLITS,
     Dataset,
     InputCounts,
     Manifest,
@@ -72,19 +73,24 @@ class Encoded(NamedTuple):
 
 def encode_run(split: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Encoded:
     """Tokenises `documents`. One whose tokens do not stand for exactly its bytes is refused, by name."""
-    arrays: list[npt.NDArray[np.uint32]] = []
-    kept: list[int] = []
+    kept = list(range(len(documents)))
     refused: list[DataError] = []
-    for number, document in enumerate(documents):
-        try:
-            arrays.append(tokenizer.encode_utf8(document.data))
-            kept.append(number)
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic of the tokenizer's core is no Exception
-            refused.append(DataError(f"{document.where}: document {document.id!r}: the tokenizer failed: {error}"))
-    lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+    try:
+        tokens, lengths = tokenizer.encode_utf8_run([document.data for document in documents])
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException:  # a panic of the tokenizer's core is no Exception; now one by one, to find whose it is
+        kept, arrays = [], []
+        for number, document in enumerate(documents):
+            try:
+                arrays.append(tokenizer.encode_utf8(document.data))
+                kept.append(number)
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException as error:
+                refused.append(DataError(f"{document.where}: document {document.id!r}: the tokenizer failed: {error}"))
+        lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
     counted = tokenizer.table.count(tokens, lengths)
     sizes = np.fromiter((len(documents[i].data) for i in kept), np.uint64, len(kept))
     if (counted != sizes).any():
@@ -351,6 +357,8 @@ def pack(
     differ. Memory is bounded by the workers and the longest document. Raises UsageError (nothing to read, a folder
     that holds something else), DataError naming file and line (unless `on_error="skip"`, which counts), OSError.
     """
+    if split not in SPLITS:
+        raise UsageError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     sources = find_sources(inputs)
     reader = DocumentReader(sources, on_error=on_error, id_key=id_key, text_key=text_key)
     return pack_given(

@@ -16,6 +16,7 @@ from prism_fast.data.tokenizers import Tokenizer
 from prism_fast.protocol.errors import DataError
 
 PathLike = str | os.PathLike[str]
+PRISM_SHARD = "prism_shard.v1"
 CONVERT_RECORDS = 1024  # records copied at once
 
 
@@ -132,7 +133,7 @@ class Shard:
 
 def require_tokenizer(shard: Shard, tokenizer: Tokenizer) -> None:
     """DataError when the shard was made by another tokenizer."""
-    if shard.format == "prism_shard.v1" and shard.tokenizer_fingerprint != tokenizer.fingerprint:
+    if shard.format == PRISM_SHARD and shard.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"{shard.path}: offset 96: expected the fingerprint {tokenizer.fingerprint} of tokenizer "
             f"{tokenizer.name!r}, found {shard.tokenizer_fingerprint} ({shard.tokenizer_name!r})"
@@ -183,7 +184,7 @@ def open_shard(
     )
     if tokenizer is not None:
         require_tokenizer(shard, tokenizer)
-        if shard.format != "prism_shard.v1":
+        if shard.format != PRISM_SHARD:
             shard.core.count_utf8_bytes(tokenizer.table)
     return shard
 

@@ -45,7 +45,7 @@ def tree(folder):
 
 
 def some_texts(count):
-    return [("Line %d of prose, with 🙂 and \x00.\r\n" % i) * (i % 7) for i in range(count)]
+    return [f"Line {i} of prose, with 🙂 and \x00.\r\n" * (i % 7) for i in range(count)]
 
 
 # ----------------------------------------------------------------------------------------------------- exactness

@@ -63,6 +63,17 @@ def test_batches_are_what_single_calls_give():
         assert got.tolist() == gpt2.encode_ordinary(text).tolist()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=100)
+@given(texts=st.lists(st.one_of(st.text(max_size=20), st.sampled_from([" ", "\n", "a ", " b", "<|endoftext|>", "'s"]))))
+def test_a_run_is_tokenised_as_its_documents_are(name, texts):
+    tokenizer = reference_tokenizer(name)
+    single = [tokenizer.encode_utf8(tokenizers.utf8(text)[0]).tolist() for text in texts]
+    tokens, lengths = tokenizer.encode_utf8_run([tokenizers.utf8(text)[0] for text in texts])
+    assert lengths.tolist() == [len(one) for one in single]
+    assert tokens.tolist() == [token for one in single for token in one]
+
+
 def test_ids_outside_the_vocabulary_are_refused():
     for bad in (50257, -1):
         with pytest.raises(ValueError, match=f"token id {bad}"):
