@@ -12,8 +12,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <functional>
-#include <iostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -108,7 +106,7 @@ void read_all(const std::shared_ptr<Shard>& shard, std::uint8_t choice) {
   (void)used;
 
   // Each step may refuse what the one before let pass.
-  const auto attempt = [](const std::function<void()>& step) {
+  const auto attempt = [](auto&& step) {
     try {
       step();
     } catch (const prism::DataFault&) {
@@ -420,18 +418,21 @@ int main(int argc, char** argv) {
     if (i >= kFormats) mutate(data, random);
     if (format == kPrism && random() % 4 != 0) reseal(data);
     const auto choice = static_cast<std::uint8_t>(random());
-    if (std::getenv("PRISM_FUZZ_TRACE") != nullptr) std::cerr << "seed " << start + i << '\n';
+    if (std::getenv("PRISM_FUZZ_TRACE") != nullptr)
+      std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(start + i));
     try {
       run_one(format, choice, data.data(), data.size());
       ++opened[format];
     } catch (const std::exception& error) {
-      std::cerr << "seed " << start + i << " (" << kNames[format] << "): unexpected " << error.what() << '\n';
+      std::fprintf(stderr, "seed %llu (%s): unexpected %s\n", static_cast<unsigned long long>(start + i),
+                   kNames[format], error.what());
       return 1;
     }
   }
-  for (std::size_t format = 0; format < kFormats; ++format)
-    std::cout << kNames[format] << ' ' << opened[format] << '\n';
-  std::cout << inputs << " inputs, no fault\n";
+  for (std::size_t format = 0; format < kFormats; ++format) {
+    std::printf("%s %llu\n", kNames[format], static_cast<unsigned long long>(opened[format]));
+  }
+  std::puts("no fault");
   return 0;
 }
 #endif
