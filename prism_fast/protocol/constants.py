@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 # Schemas
-RUN_MANIFEST_SCHEMA = "prism_run_manifest.v2"
-TRAIN_SERIES_SCHEMA = "prism_train_series.v1"
-THROUGHPUT_PROFILE_SCHEMA = "prism_throughput_profile.v1"
-COMPUTE_SCHEMA = "prism_compute.v1"
-SCORE_SCHEMA = "prism_score.v2"
-RUN_SPEC_SCHEMA = "prism_run_spec.v1"
-RUN_STATUS_SCHEMA = "prism_run_status.v1"
-SUMMARY_SCHEMA = "prism_run_summary.v1"
-HELDOUT_SCHEMA = "prism_heldout.v1"
+RUN_MANIFEST_SCHEMA: Final = "prism_run_manifest.v2"
+TRAIN_SERIES_SCHEMA: Final = "prism_train_series.v1"
+THROUGHPUT_PROFILE_SCHEMA: Final = "prism_throughput_profile.v1"
+COMPUTE_SCHEMA: Final = "prism_compute.v1"
+SCORE_SCHEMA: Final = "prism_score.v2"
+RUN_SPEC_SCHEMA: Final = "prism_run_spec.v1"
+RUN_STATUS_SCHEMA: Final = "prism_run_status.v1"
+SUMMARY_SCHEMA: Final = "prism_run_summary.v1"
+HELDOUT_SCHEMA: Final = "prism_heldout.v1"
 
 # Files of one seed's run
 RUN_MANIFEST_FILE = "prism_run_manifest.v2.json"
