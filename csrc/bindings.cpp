@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "bucket_plan.hpp"
+#include "checksum.hpp"
 #include "random.hpp"
+#include "shard.hpp"
+#include "token_stream.hpp"
 #include "version.hpp"
 
 namespace py = pybind11;
@@ -22,7 +25,194 @@ namespace {
 void bind_losses(py::module_& m) { (void)m; }
 
 // ---------------------------------------------------------------------------------------------- shards
-void bind_shards(py::module_& m) { (void)m; }
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <typename T>
+std::span<const T> as_span(const Array<T>& array) {
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+/// A read-only array over memory that `owner` keeps alive.
+template <typename T>
+py::array view_of(std::span<const T> data, const py::object& owner) {
+  py::array_t<T> array(static_cast<py::ssize_t>(data.size()), data.data(), owner);
+  array.attr("flags").attr("writeable") = false;
+  return array;
+}
+
+py::array tokens_of(const std::shared_ptr<prism::Shard>& shard, prism::RecordRange range) {
+  std::vector<std::byte> scratch;
+  std::span<const std::byte> data;
+  {
+    const py::gil_scoped_release release;
+    data = shard->token_bytes(range.start, range.length, scratch);
+  }
+  const py::object owner = py::cast(shard);
+  return prism::with_token_type(shard->token_width(), data, [&](const auto* ids) -> py::array {
+    using Id = std::remove_cv_t<std::remove_pointer_t<decltype(ids)>>;
+    const std::span<const Id> tokens(ids, static_cast<std::size_t>(range.length));
+    if (shard->mapped()) return view_of(tokens, owner);
+    py::array_t<Id> copy(static_cast<py::ssize_t>(tokens.size()));
+    std::copy(tokens.begin(), tokens.end(), copy.mutable_data());
+    copy.attr("flags").attr("writeable") = false;
+    return copy;
+  });
+}
+
+prism::Access access_named(const std::string& name) {
+  if (name == "auto") return prism::Access::automatic;
+  if (name == "map") return prism::Access::map;
+  if (name == "pread") return prism::Access::pread;
+  throw py::value_error("access '" + name + "': expected 'auto', 'map' or 'pread'");
+}
+
+/// DataFault -> prism_fast.protocol.errors.DataError, FileError -> OSError of the errno (FileNotFoundError, ...).
+void translate_data_errors(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const prism::DataFault& fault) {
+    try {
+      const py::object type = py::module_::import("prism_fast.protocol.errors").attr("DataError");
+      PyErr_SetString(type.ptr(), fault.what());
+    } catch (py::error_already_set& broken) {
+      broken.restore();
+    }
+  } catch (const prism::FileError& fault) {
+    errno = fault.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, fault.path().c_str());
+  }
+}
+
+void bind_shards(py::module_& m) {
+  using prism::Shard;
+  using prism::ShardWriter;
+  using prism::TokenTable;
+  py::register_exception_translator(&translate_data_errors);
+
+  m.def(
+      "xxh64",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        return prism::xxh64(
+            {static_cast<const std::byte*>(info.ptr), static_cast<std::size_t>(info.size * info.itemsize)});
+      },
+      py::arg("data"), "XXH64 (seed 0) of a contiguous buffer.");
+
+  py::class_<TokenTable, std::shared_ptr<TokenTable>>(m, "TokenTable",
+                                                      "The bytes each token id stands for; see tokenizers.py.")
+      .def(py::init([](const Array<std::uint64_t>& offsets, const Array<std::uint8_t>& bytes) {
+             const auto raw = std::as_bytes(as_span(bytes));
+             const auto bounds = as_span(offsets);
+             return std::make_shared<TokenTable>(std::vector<std::uint64_t>(bounds.begin(), bounds.end()),
+                                                 std::vector<std::byte>(raw.begin(), raw.end()));
+           }),
+           py::arg("offsets").noconvert(), py::arg("bytes").noconvert())
+      .def(
+          "count",
+          [](const TokenTable& table, const Array<std::uint32_t>& tokens, const Array<std::uint64_t>& lengths) {
+            const auto ids = as_span(tokens);
+            const auto sizes = as_span(lengths);
+            Array<std::uint64_t> out(static_cast<py::ssize_t>(sizes.size()));
+            const std::span<std::uint64_t> bytes(out.mutable_data(), sizes.size());
+            {
+              const py::gil_scoped_release release;
+              table.count(ids, sizes, bytes);
+            }
+            return out;
+          },
+          py::arg("tokens").noconvert(), py::arg("lengths").noconvert(),
+          "UTF-8 bytes of each record: uint64 [records]. `tokens` uint32 holds the records end to end.")
+      .def(
+          "decode",
+          [](const TokenTable& table, const Array<std::uint32_t>& tokens) {
+            const std::string out = table.decode(as_span(tokens));
+            return py::bytes(out);
+          },
+          py::arg("tokens").noconvert(), "The bytes that `tokens` (uint32) stand for.");
+
+  py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard")
+      .def_static(
+          "open",
+          [](const std::string& path, const std::string& access) {
+            const prism::Access how = access_named(access);
+            const py::gil_scoped_release release;
+            return Shard::open(path, how);
+          },
+          py::arg("path"), py::arg("access") = "auto")
+      .def_property_readonly("path", &Shard::path)
+      .def_property_readonly("format", &Shard::format)
+      .def_property_readonly("mapped", &Shard::mapped)
+      .def_property_readonly("token_width", &Shard::token_width)
+      .def_property_readonly("records", &Shard::records)
+      .def_property_readonly("tokens", &Shard::tokens)
+      .def_property_readonly("stored_tokens", &Shard::stored_tokens)
+      .def_property_readonly("file_bytes", &Shard::file_bytes)
+      .def_property_readonly("knows_utf8_bytes", &Shard::knows_utf8_bytes)
+      .def_property_readonly("utf8_bytes_total", &Shard::utf8_bytes_total)
+      .def_property_readonly("tokenizer_name", [](const Shard& s) { return s.tokenizer().name; })
+      .def_property_readonly("tokenizer_fingerprint",
+                             [](const Shard& s) {
+                               const auto& f = s.tokenizer().fingerprint;
+                               return py::bytes(reinterpret_cast<const char*>(f.data()), f.size());
+                             })
+      .def_property_readonly("n_vocab", [](const Shard& s) { return s.tokenizer().n_vocab; })
+      .def_property_readonly("end_of_text",
+                             [](const Shard& s) -> py::object {
+                               const std::uint32_t id = s.tokenizer().end_of_text;
+                               return id == prism::kNoId ? py::object(py::none()) : py::cast(id);
+                             })
+      .def_property_readonly("offsets",
+                             [](const std::shared_ptr<Shard>& s) { return view_of(s->offsets(), py::cast(s)); })
+      .def_property_readonly("utf8_bytes",
+                             [](const std::shared_ptr<Shard>& s) { return view_of(s->utf8_bytes(), py::cast(s)); })
+      .def_property_readonly("doc_ids",
+                             [](const Shard& s) {
+                               const auto ids = s.doc_ids();
+                               return Array<std::uint64_t>(static_cast<py::ssize_t>(ids.size()), ids.data());
+                             })
+      .def(
+          "record", [](const std::shared_ptr<Shard>& s, std::uint64_t i) { return tokens_of(s, s->range(i)); },
+          py::arg("i"))
+      .def("all_tokens", [](const std::shared_ptr<Shard>& s) { return tokens_of(s, {0, s->stored_tokens()}); })
+      .def("count_utf8_bytes", &Shard::count_utf8_bytes, py::arg("table"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "verify", [](const Shard& s, const std::shared_ptr<TokenTable>& table) { s.verify(table.get()); },
+          py::arg("table").none(true), py::call_guard<py::gil_scoped_release>())
+      .def("seal", [](const Shard& s) {
+        const auto seal = s.seal();
+        return py::bytes(reinterpret_cast<const char*>(seal.data()), seal.size());
+      });
+
+  py::class_<ShardWriter>(m, "ShardWriter")
+      .def(py::init([](const std::string& path, const std::string& name, const std::string& fingerprint,
+                       std::uint32_t n_vocab, std::optional<std::uint32_t> end_of_text) {
+             prism::TokenizerStamp stamp;
+             stamp.name = name;
+             if (fingerprint.size() != stamp.fingerprint.size()) {
+               throw py::value_error("tokenizer fingerprint: expected 32 bytes, found " +
+                                     std::to_string(fingerprint.size()));
+             }
+             std::copy(fingerprint.begin(), fingerprint.end(), stamp.fingerprint.begin());
+             stamp.n_vocab = n_vocab;
+             stamp.end_of_text = end_of_text.value_or(prism::kNoId);
+             return std::make_unique<ShardWriter>(path, stamp);
+           }),
+           py::arg("path"), py::arg("tokenizer"), py::arg("fingerprint"), py::arg("n_vocab"), py::arg("end_of_text"))
+      .def(
+          "add",
+          [](ShardWriter& w, const Array<std::uint32_t>& tokens, const Array<std::uint64_t>& lengths,
+             const Array<std::uint64_t>& utf8_bytes, const Array<std::uint64_t>& doc_ids) {
+            const py::gil_scoped_release release;
+            w.add(as_span(tokens), as_span(lengths), as_span(utf8_bytes), as_span(doc_ids));
+          },
+          py::arg("tokens").noconvert(), py::arg("lengths").noconvert(), py::arg("utf8_bytes").noconvert(),
+          py::arg("doc_ids").noconvert())
+      .def("finish", &ShardWriter::finish, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("records", &ShardWriter::records)
+      .def_property_readonly("tokens", &ShardWriter::tokens)
+      .def_property_readonly("utf8_bytes", &ShardWriter::utf8_bytes_total);
+}
 
 // --------------------------------------------------------------------------------------------- planner
 template <class T>
@@ -135,7 +325,88 @@ void bind_planner(py::module_& m) {
 }
 
 // --------------------------------------------------------------------------------------------- loaders
-void bind_loaders(py::module_& m) { (void)m; }
+/// Keeps the caller's buffers alive as long as the thread that writes them.
+struct BoundStream {
+  Array<std::int64_t> tokens;
+  Array<std::int64_t> targets;
+  std::unique_ptr<prism::TokenStream, prism::TokenStream::Deleter> stream;
+
+  void close() {
+    const py::gil_scoped_release release;
+    stream.reset();
+  }
+  prism::TokenStream& open() const {
+    if (!stream) throw std::runtime_error("this TokenStream is closed");
+    return *stream;
+  }
+};
+
+void bind_loaders(py::module_& m) {
+  using prism::StreamBatch;
+  using prism::StreamPlan;
+  using prism::TokenStream;
+
+  py::class_<StreamPlan>(m, "StreamPlan")
+      .def_readonly("rows", &StreamPlan::rows)
+      .def_readonly("batches", &StreamPlan::batches)
+      .def_readonly("documents", &StreamPlan::documents)
+      .def_readonly("covered_documents", &StreamPlan::covered_documents)
+      .def_readonly("covered_bytes", &StreamPlan::covered_bytes)
+      .def_readonly("covered_tokens", &StreamPlan::covered_tokens)
+      .def_readonly("special_tokens", &StreamPlan::special_tokens)
+      .def_readonly("tail_bytes", &StreamPlan::tail_bytes)
+      .def_readonly("tail_tokens", &StreamPlan::tail_tokens);
+
+  py::class_<BoundStream>(m, "TokenStream", "See prism_fast/data/stream.py.")
+      .def(py::init([](const std::vector<std::shared_ptr<prism::Shard>>& shards,
+                       const std::shared_ptr<prism::TokenTable>& table, std::uint64_t seq_len, std::uint64_t batch_size,
+                       std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch, std::uint64_t start_batch,
+                       bool byte_basis, std::int64_t end_of_text, Array<std::int64_t> tokens,
+                       Array<std::int64_t> targets) {
+             TokenStream::Config config;
+             config.seq_len = seq_len;
+             config.batch_size = batch_size;
+             config.rank = rank;
+             config.world = world;
+             config.prefetch = prefetch;
+             config.start_batch = start_batch;
+             config.basis = byte_basis ? prism::Basis::bytes : prism::Basis::tokens;
+             config.end_of_text = end_of_text;
+             auto bound = std::make_unique<BoundStream>();
+             const std::span<std::int64_t> into(tokens.mutable_data(), static_cast<std::size_t>(tokens.size()));
+             const std::span<std::int64_t> aims(targets.mutable_data(), static_cast<std::size_t>(targets.size()));
+             bound->tokens = std::move(tokens);
+             bound->targets = std::move(targets);
+             const py::gil_scoped_release release;
+             bound->stream.reset(
+                 new TokenStream(prism::Shards(shards.begin(), shards.end()), table, config, into, aims));
+             return bound;
+           }),
+           py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("seq_len"), py::arg("batch_size"),
+           py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("start_batch"), py::arg("byte_basis"),
+           py::arg("end_of_text"), py::arg("tokens").noconvert(), py::arg("targets").noconvert())
+      .def_static("slots", &TokenStream::slots, py::arg("prefetch"))
+      .def_property_readonly("plan", [](const BoundStream& s) { return s.open().plan(); })
+      .def_property_readonly("batches", [](const BoundStream& s) { return s.open().batches(); })
+      .def("next",
+           [](const BoundStream& s) -> py::object {
+             TokenStream& stream = s.open();
+             StreamBatch batch;
+             for (;;) {
+               TokenStream::Wait wait;
+               {
+                 const py::gil_scoped_release release;
+                 wait = stream.next(batch, 200);
+               }
+               if (wait == TokenStream::Wait::finished) return py::none();
+               if (wait == TokenStream::Wait::ready) break;
+               if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
+             }
+             return py::make_tuple(batch.slot, batch.rows, batch.index, batch.counts.bytes, batch.counts.scored,
+                                   batch.counts.special, batch.documents);
+           })
+      .def("close", &BoundStream::close);
+}
 
 }  // namespace
 
