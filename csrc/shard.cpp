@@ -296,7 +296,21 @@ std::vector<std::uint64_t> Shard::doc_ids() const {
 }
 
 std::vector<std::byte> Shard::seal() const {
-  if (format_ != "prism_shard.v1") return {};
+  if (format_ != "prism_shard.v1") {
+    std::vector<std::byte> scratch;
+    const std::uint64_t head = std::min<std::uint64_t>(stored_, (std::uint64_t{1} << 20) / width_);
+    const std::uint64_t fields[] = {width_,
+                                    data_offset_,
+                                    stored_,
+                                    records_,
+                                    total_bytes_,
+                                    xxh64(std::as_bytes(offsets_)),
+                                    xxh64(std::as_bytes(std::span(starts_))),
+                                    xxh64(std::as_bytes(utf8_bytes_)),
+                                    xxh64(token_bytes(0, head, scratch))};
+    const auto raw = std::as_bytes(std::span(fields));
+    return {raw.begin(), raw.end()};
+  }
   std::vector<std::byte> out(sizeof(Header) + sizeof(Footer));
   const std::span<std::byte> whole(out);
   file_->read(0, whole.first(sizeof(Header)), "header");

@@ -87,8 +87,8 @@ class Shard {
   /// record's UTF-8 length. Throws DataFault at the first contradiction.
   void verify(const TokenTable* table) const;
 
-  /// Header and footer as stored: they hold every count and section checksum, so their digest names the content.
-  /// Empty for foreign formats.
+  /// Bytes that name the content. Header and footer as stored: they hold every count and section checksum. Of foreign
+  /// formats: the layout, checksums of all record lengths, and of the first MiB of tokens.
   std::vector<std::byte> seal() const;
 
  private:

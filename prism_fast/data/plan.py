@@ -138,6 +138,11 @@ class BucketPlan:
         assert self._starts is not None
         return self.records[self._starts[k] : self._starts[k + 1]]
 
+    @property
+    def is_fixed(self) -> bool:
+        """Every micro-batch has `micro_batch` records, the last one perhaps fewer."""
+        return self._rows is not None
+
     @cached_property
     def starts(self) -> Int64Array:
         """int64 [M + 1]: micro-batch k is `records[starts[k]:starts[k + 1]]`."""
@@ -341,6 +346,11 @@ class RecordRows:
     def __len__(self) -> int:
         return len(self.record)
 
+    @property
+    def record_is_row(self) -> bool:
+        """Row r is the whole record r."""
+        return self.records_over == 0
+
     def report(self, bytes_lost: int | None) -> dict[str, Any]:
         """The truncation report, JSON-ready. `bytes_lost`: UTF-8 bytes of the lost tokens; None if unknown."""
         return {
@@ -416,20 +426,25 @@ def plan_corpus(
     cost_rows: int | None = None,
     seq_len: int | None = None,
     over: Over = "truncate",
+    split: str = "train",
+    tokenizer: str = "gpt2",
     corpus_is_lengths: bool = False,
     sources: str | Path | None = None,
 ) -> PlanResult:
-    """Plans a corpus on disk (or, with `corpus_is_lengths`, a `.npy` of record lengths) with each bucket size.
+    """Plans a corpus with each bucket size and compares.
 
-    `sources`: a `.npy` with the source of each record. Other arguments as in `compare_buckets` and `fit_rows`.
+    corpus: a packed corpus, "sample", text (packed into the cache first, with `tokenizer`), one `.prsh` shard, or
+    with `corpus_is_lengths` a `.npy` of record lengths. split: of a corpus, "all" for all of them. sources: a `.npy`
+    with the source of each record; default: its shard, where there are several. Other arguments as in
+    `compare_buckets` and `fit_rows`. Raises DataError, UsageError, and ValueError as `bucket_plan` does.
     """
-    if not corpus_is_lengths:
-        raise NotImplementedError
-    lengths = _load_npy(corpus)
-    labels = None if sources is None else _load_npy(sources)
-    if labels is not None and labels.shape != lengths.shape:
-        raise DataError(f"{sources}: holds {labels.shape} sources, but {corpus} has {lengths.shape} records")
-    rows = fit_rows(lengths, seq_len, over)
+    records = _lengths_file(corpus) if corpus_is_lengths else _corpus_records(corpus, split, tokenizer)
+    labels = records.shard_numbers if sources is None else _load_npy(sources)
+    if labels is not None and labels.shape != records.lengths.shape:
+        raise DataError(
+            f"{sources}: expected the sources of {len(records.lengths)} records of {corpus}, found shape {labels.shape}"
+        )
+    rows = fit_rows(records.lengths, seq_len, over)
     plan, reports = compare_buckets(
         rows.length,
         micro_batch,
@@ -442,13 +457,67 @@ def plan_corpus(
         cost=cost,
         cost_rows=cost_rows,
     )
-    identity = {
-        "name": Path(corpus).name,
-        "fingerprint": None,
-        "records": len(lengths),
-        "tokens": int(lengths.sum(dtype=np.int64)),
-    }
-    return PlanResult(plan, reports, rows, rows.report(None), identity)
+    return PlanResult(plan, reports, rows, rows.report(records.bytes_lost(rows)), records.identity)
+
+
+@dataclass(frozen=True, eq=False)
+class _Records:
+    """The records that a command line names."""
+
+    lengths: NDArray[Any]
+    identity: dict[str, Any]
+    shards: list[Any] = field(default_factory=list)
+
+    @property
+    def shard_numbers(self) -> NDArray[Any] | None:
+        if len(self.shards) < 2:
+            return None
+        return np.repeat(np.arange(len(self.shards)), [len(shard) for shard in self.shards])
+
+    def bytes_lost(self, rows: RecordRows) -> int | None:
+        """UTF-8 bytes of the tokens that `rows` left out; None if nothing says how long a token is."""
+        if not self.shards:
+            return None
+        if rows.over == "drop":
+            utf8_bytes = np.concatenate([shard.utf8_bytes for shard in self.shards])
+            return int(utf8_bytes[rows.cut].sum(dtype=np.int64))
+        from prism_fast.data.stream import tokenizer_of
+
+        token_bytes = tokenizer_of(self.shards).token_bytes
+        first = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        lost = 0
+        for record in rows.cut.tolist():
+            shard = int(np.searchsorted(first, record, side="right")) - 1
+            tail = self.shards[shard][record - int(first[shard])][int(rows.length[record]) :]
+            lost += int(token_bytes[tail].sum(dtype=np.int64))
+        return lost
+
+
+def _lengths_file(path: str | Path) -> _Records:
+    lengths = _as_lengths(_load_npy(path))
+    return _Records(lengths, _identity(Path(path).name, None, lengths))
+
+
+def _corpus_records(spec: str | Path, split: str, tokenizer: str) -> _Records:
+    from prism_fast.data.corpus import open_corpus, resolve_data
+    from prism_fast.data.manifest import NAME
+    from prism_fast.data.shards import open_shard
+    from prism_fast.data.stream import shards_fingerprint
+
+    path = Path(spec)
+    if path.suffix == ".prsh":
+        shards = [open_shard(path)]
+    else:
+        corpus = open_corpus(path) if (path / NAME).is_file() else resolve_data(spec, tokenizer)
+        splits = corpus.splits if split == "all" else (split,)
+        shards = [shard for name in splits for shard in corpus.split(name).open()]
+    lengths = np.concatenate([_NO_INT64, *(shard.lengths for shard in shards)])
+    return _Records(lengths, _identity(path.name, shards_fingerprint(shards), lengths), shards)
+
+
+def _identity(name: str, fingerprint: str | None, lengths: NDArray[Any]) -> dict[str, Any]:
+    tokens = int(lengths.sum(dtype=np.int64))
+    return {"name": name, "fingerprint": fingerprint, "records": len(lengths), "tokens": tokens}
 
 
 def lengths_digest(lengths: ArrayLike) -> str:
