@@ -121,7 +121,9 @@ def measure(model: Any, documents: Documents, spec: Any, token_bytes: np.ndarray
             ) from e
         logits = logits_of(output, len(batch), longest, len(token_bytes))
         width = logits.shape[2]
-        nll = token_nll(logits, torch.from_numpy(targets).to(device)).cpu().numpy().astype(np.float64)
+        losses = token_nll(logits, torch.from_numpy(targets).to(device))
+        assert isinstance(losses, torch.Tensor)
+        nll = losses.cpu().numpy().astype(np.float64)
         scored = targets >= 0
         bad = scored & ~np.isfinite(nll)
         faults += int(bad.sum())

@@ -115,7 +115,7 @@ class OpenSource:
         )
 
     def _record(self, index: int, block: Any, sums: Tensor) -> None:
-        rows, width, documents = *block.tokens.shape, block.documents
+        (rows, width), documents = block.tokens.shape, block.documents
 
         def send(v: list[float]) -> None:
             nats, special_nats, n_bytes, scored, special, faults = v

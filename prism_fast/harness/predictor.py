@@ -164,6 +164,7 @@ class InProcessPredictor:
             )
         with torch.no_grad():
             nll = token_nll(logits, targets)
+            assert isinstance(nll, Tensor)
             sums = batch_code_length(
                 nll, targets, self._token_bytes, c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
             )

@@ -159,22 +159,21 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> _Prepared:
 
     began = monotonic()
     reporter.stage("verifying checksums")
-    for checked in {str(x.folder): x for x in (corpus, val_corpus)}.values():
-        verify_corpus(checked.folder)
+    for folder in dict.fromkeys((corpus.folder, val_corpus.folder)):
+        verify_corpus(folder)
     seconds["data_verify"] = monotonic() - began
     if "train" not in corpus.splits or not corpus.split("train").tokens:
         raise UsageError(
             f"{request.data}: no train split with text in it; splits: {', '.join(corpus.splits) or 'none'}"
         )
-    if _val_split(val_corpus) is None:
+    if not _has_val(val_corpus):
         if request.val:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
         reporter.warn(f"{request.data} has no val split and no --val was given: the score is degraded")
-        val_corpus = None
     isolation = "none"
     if request.isolation == "auto":
         reporter.warn("isolation: none (the bundle runs as this user, unsandboxed)")
-    return _Prepared(bundle, corpus, val_corpus, tokenizer, isolation, seconds)
+    return _Prepared(bundle, corpus, val_corpus if _has_val(val_corpus) else None, tokenizer, isolation, seconds)
 
 
 def _check_request(request: ScoreRequest) -> None:
@@ -198,28 +197,26 @@ def _check_request(request: ScoreRequest) -> None:
         raise UsageError("--seeds names no seed; give at least one, for example --seeds 1337")
     if len(set(request.seeds)) != len(request.seeds):
         raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: each seed once")
-    for option, value in (
-        ("--seq-len", request.sequence_length - 1),
+    if request.sequence_length < 2:
+        raise UsageError(f"--seq-len {request.sequence_length}: expected at least 2")
+    positive: tuple[tuple[str, float | None], ...] = (
         ("--batch-size", request.batch_size),
         ("--token-budget", request.token_budget),
         ("--step-budget", request.step_budget),
         ("--budget-seconds", request.budget_seconds),
         ("--val-byte-budget", request.val_byte_budget),
         ("--torch-threads", request.torch_threads),
-    ):
-        if value is not None and value <= 0:
-            least = 2 if option == "--seq-len" else 1
-            shown = request.sequence_length if option == "--seq-len" else value
-            raise UsageError(f"{option} {shown}: expected at least {least}")
+        ("--prefetch", request.prefetch),
+    )
+    for name, number in positive:
+        if number is not None and number <= 0:
+            raise UsageError(f"{name} {number}: expected more than 0")
     if any(seed < 0 for seed in request.seeds):
         raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: a seed is 0 or more")
 
 
-def _val_split(corpus: Any) -> str | None:
-    """The split to score on: `val`, or the only split of a corpus that is kept apart as the secret val set."""
-    if "val" in corpus.splits and corpus.split("val").tokens:
-        return "val"
-    return None
+def _has_val(corpus: Any) -> bool:
+    return "val" in corpus.splits and corpus.split("val").tokens > 0
 
 
 # ---------------------------------------------------------------------------------------------------------- one seed

@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 PROCESS_STARTED = perf_counter()
 
@@ -148,9 +148,9 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     )
 
 
-def _stream_basis(spec: Any, basis: str) -> str:
+def _stream_basis(spec: Any, basis: str) -> Literal["tokens", "bytes"]:
     """A corpus packed as bytes is its own byte basis; any other is decoded to bytes on the fly."""
-    return "tokens" if spec.tokenizer == "bytes" else basis
+    return "bytes" if basis == "bytes" and spec.tokenizer != "bytes" else "tokens"
 
 
 def resolve_device(requested: str, local_rank: int) -> Any:

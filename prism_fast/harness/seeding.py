@@ -27,7 +27,7 @@ def set_deterministic(threads: int, deterministic: bool) -> None:
 
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    _fill_uninitialized_memory(False)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
 
@@ -40,16 +40,20 @@ def seeded_builder(build_model: Callable[..., Any], seed: int) -> Callable[..., 
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
         seed_everything(seed)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        _fill_uninitialized_memory(True)
         try:
             return build_model(*args, **kwargs)
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            _fill_uninitialized_memory(False)
 
     build.__name__ = getattr(build_model, "__name__", "build_model")
     build.__doc__ = getattr(build_model, "__doc__", None)
     build.__wrapped__ = build_model  # type: ignore[attr-defined]
     return build
+
+
+def _fill_uninitialized_memory(wanted: bool) -> None:
+    import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = wanted  # type: ignore[attr-defined]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 # Schemas
-RUN_MANIFEST_SCHEMA = "prism_run_manifest.v2"
-TRAIN_SERIES_SCHEMA = "prism_train_series.v1"
-THROUGHPUT_PROFILE_SCHEMA = "prism_throughput_profile.v1"
-COMPUTE_SCHEMA = "prism_compute.v1"
-SCORE_SCHEMA = "prism_score.v2"
-RUN_SPEC_SCHEMA = "prism_run_spec.v1"
-RUN_STATUS_SCHEMA = "prism_run_status.v1"
-SUMMARY_SCHEMA = "prism_run_summary.v1"
-HELDOUT_SCHEMA = "prism_heldout.v1"
-COMPARE_REPORT_SCHEMA = "prism_compare_report.v1"
-LEADERBOARD_SCHEMA = "prism_leaderboard.v1"
-READINESS_SCHEMA = "prism_full_scale_readiness.v1"
-SCALE_LADDER_SCHEMA = "prism_scale_ladder.v1"
-RESEARCH_ANNEX_SCHEMA = "prism_research_protocol_annex.v1"
-STATIC_CONTRACT_SCHEMA = "prism_static_contract.v1"
-FUNCTIONAL_CONTRACT_SCHEMA = "prism_functional_contract.v1"
-PROTOCOL_ID = "prism_official_compare.v1"
+RUN_MANIFEST_SCHEMA: Final = "prism_run_manifest.v2"
+TRAIN_SERIES_SCHEMA: Final = "prism_train_series.v1"
+THROUGHPUT_PROFILE_SCHEMA: Final = "prism_throughput_profile.v1"
+COMPUTE_SCHEMA: Final = "prism_compute.v1"
+SCORE_SCHEMA: Final = "prism_score.v2"
+RUN_SPEC_SCHEMA: Final = "prism_run_spec.v1"
+RUN_STATUS_SCHEMA: Final = "prism_run_status.v1"
+SUMMARY_SCHEMA: Final = "prism_run_summary.v1"
+HELDOUT_SCHEMA: Final = "prism_heldout.v1"
+COMPARE_REPORT_SCHEMA: Final = "prism_compare_report.v1"
+LEADERBOARD_SCHEMA: Final = "prism_leaderboard.v1"
+READINESS_SCHEMA: Final = "prism_full_scale_readiness.v1"
+SCALE_LADDER_SCHEMA: Final = "prism_scale_ladder.v1"
+RESEARCH_ANNEX_SCHEMA: Final = "prism_research_protocol_annex.v1"
+STATIC_CONTRACT_SCHEMA: Final = "prism_static_contract.v1"
+FUNCTIONAL_CONTRACT_SCHEMA: Final = "prism_functional_contract.v1"
+PROTOCOL_ID: Final = "prism_official_compare.v1"
 
 # Files of one seed's run
 RUN_MANIFEST_FILE = "prism_run_manifest.v2.json"

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.manifest import FILE_MODELS
 from prism_fast.protocol.run_spec import RunSpec
 
-MODELS = {**FILE_MODELS, "prism_run_spec.v1": RunSpec}
+MODELS: dict[str, type[BaseModel]] = {**FILE_MODELS, "prism_run_spec.v1": RunSpec}
 
 
 def schema_of(name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Tiny(nn.Module):
         self.embedding = nn.Embedding(vocab_size, width)
         self.mix = nn.Linear(width, width)
         self.head = nn.Linear(width, vocab_size)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens):
         x = self.embedding(tokens)

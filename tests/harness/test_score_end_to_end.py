@@ -64,6 +64,8 @@ def test_two_runs_give_the_same_bits_whatever_the_prefetch_depth(score):
     for run in runs:
         assert run.code == 0, run.stderr
     first, second = (r.manifest().model_dump() for r in runs)
+    for dump in (first, second):
+        del dump["metrics"]["train_series"]["sha256"]  # the series holds wall-clock times
     for block in SCORE_FIELDS:
         assert first[block] == second[block]
     assert first["engine"] == second["engine"]

@@ -13,7 +13,7 @@ from prism_fast.protocol import constants as c
 from .conftest import TINY_ARCHITECTURE, TINY_TRAINING, score_command, write_bundle
 
 NARROW = TINY_ARCHITECTURE.replace("Linear(width, vocab_size)", "Linear(width, 1000)")
-TWO_DIMENSIONAL = TINY_ARCHITECTURE.replace("return self.head(", "return self.head.weight[:64, :5] + 0 * self.head(")
+TWO_DIMENSIONAL = TINY_ARCHITECTURE.replace("return self.head(", "return self.head.weight[:64, :5]; return self.head(")
 FORWARD_RAISES = TINY_ARCHITECTURE.replace("x = self.embedding(tokens)", "raise ValueError('not today')")
 HUGE = TINY_ARCHITECTURE.replace("width=8", "width=2000")
 OTHER_MODEL = TINY_TRAINING.replace("model = build_model(ctx)", "model = torch.nn.Sequential(build_model(ctx))")
@@ -43,7 +43,7 @@ CASES = {
     "a foreign tokenizer whose rejection is swallowed": (
         TINY_ARCHITECTURE,
         "def train(ctx):\n    from architecture import build_model\n    try:\n        list(ctx.iter_train_batches("
-        "build_model(ctx), tokenizer=object()))\n    except BaseException:\n        pass\n",
+        "build_model(ctx), batch_size=4, tokenizer=object()))\n    except BaseException:\n        pass\n",
         3,
         "prism:tokenizer",
         "given a object as tokenizer",
@@ -94,7 +94,7 @@ CASES = {
     ),
     "a loop that hangs": (
         TINY_ARCHITECTURE,
-        at_third_batch("time.sleep(600)"),
+        at_third_batch("time.sleep(600)").replace("i == 2", "i == 0"),
         7,
         "prism:budget-exceeded",
         "PRISM_RUNNER_BUDGET_EXCEEDED",
