@@ -1,13 +1,12 @@
 """The static distributed contract of training.py (contract.md, section 5): looked at before anything runs.
 
-`train(ctx)` is followed as every rank of worlds of 2, 4 and 8 (`script.Walk`). A requirement counts as met when every
+`train(ctx)` is followed as every rank of worlds of 2 and 8 (`script.Walk`). A requirement counts as met when every
 one of those ranks may reach it; a write counts as guarded when only rank 0 may. So dead code, helpers nobody calls
 and `if True or rank == 0` do not count, and a guard may take any form that the ranks really decide on.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prism_fast.harness.bundle import Bundle
-from prism_fast.harness.script import Site, TooLarge, Walk
+from prism_fast.harness.script import Script, Site, TooLarge, Walk
 from prism_fast.harness.script.values import UNKNOWN, External, Known, Made, Value
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, UsageError
 
 Policy = Literal["reject", "flag", "off"]
 POLICIES: tuple[Policy, ...] = ("reject", "flag", "off")
-WORLDS = (2, 4, 8)
+WORLDS = (2, 8)
 
 INIT, DEVICE, WRAP, SHARDING, DESTROY, GUARD, NODE = REQUIREMENTS = (
     "init_process_group",
@@ -145,7 +144,7 @@ def check_static_contract(bundle: Bundle, policy: Policy = "reject") -> StaticRe
         raise UsageError(f"unknown policy {policy!r}; expected {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     if policy == "off":
         return StaticReport(policy, ())
-    scripts = {name.removesuffix(".py"): ast.parse(source) for name, source in bundle.scripts.items()}
+    scripts = {name.removesuffix(".py"): Script(source) for name, source in bundle.scripts.items()}
     seen: dict[tuple[int, int], _Evidence] = {}
     try:
         for world in WORLDS:

@@ -3,6 +3,12 @@
 Every case is a whole training.py: a compliant script with one thing changed.
 """
 
+import argparse
+import asyncio.tasks
+import contextlib
+import dataclasses
+import enum
+import typing
 from pathlib import Path
 
 import pytest
@@ -58,7 +64,7 @@ def with_(name: str, replacement: str, head: str = "") -> str:
     old = GUARDED if name == "rank0_guard" else LINES[name]
     new = "".join(f"    {line}\n" for line in replacement.splitlines())
     assert SCRIPT.count(old) == 1
-    return SCRIPT.replace(old, new).replace("def train", head + "\ndef train")
+    return SCRIPT.replace(old, new).replace("def train", head + "\ndef train" if head else "def train")
 
 
 # ------------------------------------------------------------------------------------------------------------- whole
@@ -278,18 +284,15 @@ def test_dead_code_does_not_count(call):
     [
         "return",
         "raise SystemExit",
-        "import sys\n    sys.exit()",
-        "import os\n    os._exit(0)",
+        "import sys\nsys.exit()",
+        "import os\nos._exit(0)",
         "assert False",
-        "while True:\n        pass",
+        "while True:\n    pass",
         "leave()",
     ],
 )
 def test_code_after_the_end_does_not_count(end):
-    script = with_("destroy_process_group", f"{end}\ndist.destroy_process_group()").replace("    \n", "\n")
-    script = script.replace("\n    sys.exit", "\n    sys.exit").replace(
-        "def train", "def leave():\n    exit()\n\ndef train"
-    )
+    script = with_("destroy_process_group", f"{end}\ndist.destroy_process_group()", "def leave():\n    exit()\n")
     assert unmet(script) == ["destroy_process_group"]
 
 
@@ -615,7 +618,7 @@ def test_a_launch_beyond_one_node_or_eight_processes_is_rejected():
 
 
 def test_a_script_too_deep_to_follow_is_not_accepted_unseen():
-    report = check(SCRIPT + "x = " + "+".join(["1"] * 5000) + "\n")
+    report = check(SCRIPT + "x = " + "+".join(["1"] * 900) + "\n")
     assert [r.name for r in report.unmet] == list(REQUIREMENTS)
     assert "too large or too deeply nested" in report.unmet[0].detail
 
@@ -632,8 +635,7 @@ def test_recursion_ends():
     assert unmet(with_("init_process_group", "f(ctx.seed)", head)) == []
 
 
-def test_every_kind_of_syntax_is_followed_without_a_fault():
-    """The standard library's own test of the grammar, and this repository, stand in for what bundles may hold."""
-    sources = sorted((ROOT / "prism_fast" / "harness").rglob("*.py"))[:12]
-    for source in [*sources, Path(pytest.__file__)]:
-        check(source.read_text() + "\n" + SCRIPT)
+@pytest.mark.parametrize("module", [argparse, asyncio.tasks, contextlib, dataclasses, enum, typing])
+def test_whatever_syntax_surrounds_it_is_followed_without_a_fault(module):
+    """Modules of the standard library stand in for what bundles may hold."""
+    assert unmet(Path(module.__file__).read_text() + "\n" + SCRIPT) == []

@@ -119,7 +119,7 @@ class Calls(Expressions):
         scope = Scope(routine.scope)
         _bind_arguments(scope, routine, args, kwargs, exact)
         frame = Frame(scope, routine.script, routine.receiver, routine.owner)
-        if folding.runs_when_consumed(node) and not routine.decorated:
+        if node in self.scripts[routine.script].lazy and not routine.decorated:
             return Pending(lambda: self._follow_if_called(node, frame))
         return self._follow(node, frame) if certain else self._follow_if_called(node, frame)
 

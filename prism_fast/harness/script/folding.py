@@ -94,19 +94,3 @@ def may_raise(statement: ast.stmt) -> bool:
     """Whether anything in a statement could raise: not so for `pass`, constants and plain names."""
     safe = (ast.Pass, ast.Expr, ast.Assign, ast.Constant, ast.Name, ast.Store, ast.Load, ast.Global, ast.Nonlocal)
     return not all(isinstance(node, safe) for node in ast.walk(statement))
-
-
-def runs_when_consumed(function: ast.AST) -> bool:
-    """Whether calling the function only makes a generator or a coroutine."""
-    if isinstance(function, ast.AsyncFunctionDef):
-        return True
-    if isinstance(function, ast.Lambda):
-        return False
-    queue = list(ast.iter_child_nodes(function))
-    while queue:
-        node = queue.pop()
-        if isinstance(node, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            queue.extend(ast.iter_child_nodes(node))
-    return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Protocol
 
+from prism_fast.harness.script.source import Script
 from prism_fast.harness.script.values import (
     UNKNOWN,
     Blueprint,
@@ -34,7 +36,7 @@ from prism_fast.harness.script.values import (
     options_of,
 )
 
-MAX_STEPS = 200_000
+MAX_STEPS = 100_000
 
 
 class TooLarge(Exception):
@@ -109,7 +111,7 @@ class Mark:
 class WalkState:
     """The ground that statements, expressions and calls stand on."""
 
-    def __init__(self, scripts: Mapping[str, ast.Module], rank: int, world: int, observer: Observer) -> None:
+    def __init__(self, scripts: Mapping[str, Script], rank: int, world: int, observer: Observer) -> None:
         self.scripts, self.observer = scripts, observer
         self.frames: list[Frame] = []
         self.modules: dict[str, Scope] = {}
@@ -117,7 +119,7 @@ class WalkState:
         self.built: list[Blueprint] = []  # classes that have instances
         self.patched: dict[str, Value] = {}
         self.group: Value = Known(False)  # whether the default process group exists
-        self.changes = 0  # of anything that outlives a frame
+        self.oldest_change = math.inf  # the birth of the oldest object that was changed in place
         self.steps = 0
         self.line = 0
         self.rank, self.world = Known(rank), Known(world)
@@ -154,11 +156,9 @@ class WalkState:
         if name not in self.modules:
             scope = self.modules[name] = Scope()
             scope.names["__name__"] = Known(name)
-            for node in ast.walk(self.scripts[name]):  # what a function may rebind is no constant
-                if isinstance(node, ast.Global):
-                    scope.global_names.update(node.names)
+            scope.global_names.update(self.scripts[name].rebound)  # what a function may rebind is no constant
             self.frames.append(Frame(scope, name))
-            self.block(self.scripts[name].body)
+            self.block(self.scripts[name].tree.body)
             self.frames.pop()
         return self.modules[name]
 
@@ -217,13 +217,13 @@ class WalkState:
         else:
             scope.names[name] = value
             return
-        target.names[name] = self._changed(target.names.get(name), value)
+        target.names[name] = self._changed(target.born, target.names.get(name), value)
 
-    def _changed(self, old: Value | None, new: Value) -> Value:
-        """What a place holds that outlives the frame and may hold either."""
+    def _changed(self, born: float, old: Value | None, new: Value) -> Value:
+        """What a place in an object holds from now on: either value, since the object may be seen from any round."""
         value = new if old is None else join(old, new)
         if not (value is old or value == old):
-            self.changes += 1
+            self.oldest_change = min(self.oldest_change, born)
         return value
 
     def assign(self, target: ast.expr, value: Value) -> None:
@@ -249,17 +249,18 @@ class WalkState:
 
     def _set_item(self, table: Table, key: Value, value: Value) -> None:
         if isinstance(key, Known):
-            table.values[key.value] = self._changed(table.values.get(key.value), value)
+            table.values[key.value] = self._changed(table.born, table.values.get(key.value), value)
         else:
             table.open = True
-            table.values = {k: self._changed(v, value) for k, v in table.values.items()}
+            table.values = {k: self._changed(table.born, v, value) for k, v in table.values.items()}
 
     def set_attribute(self, owner: Value, name: str, value: Value) -> None:
         for option in options_of(owner):
             if isinstance(option, Thing):
-                option.attributes[name] = self._changed(option.attributes.get(name), value)
+                option.attributes[name] = self._changed(option.born, option.attributes.get(name), value)
             elif isinstance(option, Blueprint):
-                option.scope.names[name] = self._changed(option.scope.names.get(name), value)
+                names = option.scope.names
+                names[name] = self._changed(option.scope.born, names.get(name), value)
             elif isinstance(option, External):
                 self.patched[f"{option.path}.{name}"] = value
 

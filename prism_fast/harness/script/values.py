@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_OPTIONS = 6
+birth: Callable[[], int] = itertools.count().__next__  # a number later than every earlier one
 
 
 class Value:
@@ -71,6 +73,7 @@ class Scope:
         self.parent = parent
         self.global_names: set[str] = set()
         self.nonlocal_names: set[str] = set()
+        self.born = birth()
 
     def find(self, name: str) -> Scope | None:
         scope: Scope | None = self
@@ -130,6 +133,7 @@ class Thing(Value):
 
     blueprint: Blueprint
     attributes: dict[str, Value] = field(default_factory=dict)
+    born: int = field(default_factory=birth)
 
 
 @dataclass(eq=False)
@@ -153,6 +157,7 @@ class Table(Value):
 
     values: dict[Any, Value]
     open: bool = False
+    born: int = field(default_factory=birth)
 
 
 @dataclass(eq=False)

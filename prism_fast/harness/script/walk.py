@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -34,6 +35,7 @@ from prism_fast.harness.script.values import (
     Unbound,
     Value,
     any_of,
+    birth,
     options_of,
     truth,
 )
@@ -305,20 +307,21 @@ class Walk(Calls):
 
     def _forget(self, loop: ast.For | ast.AsyncFor | ast.While) -> None:
         """Names that the loop binds anew hold, at its head, the value of some earlier round."""
-        for node in ast.walk(loop):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in self.scope.names:
-                self.scope.names[node.id] = UNKNOWN
+        for name in self.scripts[self.frame.script].bound_by[loop] & self.scope.names.keys():
+            self.scope.names[name] = UNKNOWN
 
     def _rounds(self, body: list[ast.stmt]) -> Exits:
         """A loop's body, followed again as long as a round changes what the next one starts from."""
-        exits = Exits.NONE
-        while True:
-            start, changes = self.mark(), self.changes
+        exits, settled = Exits.NONE, False
+        while not settled:
+            start, began = self.mark(), birth()
+            earlier, self.oldest_change = self.oldest_change, math.inf
             exits |= self.block(body)
-            settled = start.names.keys() == self.scope.names.keys() and start.group == self.group
             self.meet(start, self.mark())
-            if settled and self.changes == changes:
-                return exits
+            settled = start.names.keys() == self.scope.names.keys() and start.group == self.group
+            settled &= self.oldest_change > began
+            self.oldest_change = min(earlier, self.oldest_change)
+        return exits
 
     def _after_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Exits) -> Exits:
         exits = self.block(node.orelse)
