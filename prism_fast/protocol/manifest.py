@@ -156,6 +156,8 @@ class EngineBlock(_Block):
     seq_len: int
     run_spec_sha256: str
     bundle_sha256: str
+    architecture_sha256: str | None = Field(default=None, description="of architecture.py")
+    training_sha256: str | None = Field(default=None, description="of training.py")
     weights_sha256: str
     ledger_sha256: str
 
