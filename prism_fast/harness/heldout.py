@@ -24,8 +24,6 @@ from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import EngineFault
 from prism_fast.protocol.score import CodeLength, HeldOut
 
-DOCUMENTS_FILE = "heldout_documents.npz"
-
 # Padded tokens of one forward. Part of the measurement (a matrix product's last bits depend on its row count), so
 # a change here moves scores in their last digits and must say so.
 MICRO_BATCH_TOKENS = 2048
@@ -212,7 +210,7 @@ def score_heldout(
     trained = Pass(evaluator, shadow, val, seq_len, basis_tokenizer.eot, before_batch)
     converged = Pass(evaluator, shadow, prefix, seq_len, basis_tokenizer.eot, before_batch)
     np.savez_compressed(
-        run_dir / DOCUMENTS_FILE, utf8_bytes=val.utf8_bytes, nats_trained=trained.nats, nats_twin=twin.nats
+        run_dir / c.HELDOUT_DOCUMENTS_FILE, utf8_bytes=val.utf8_bytes, nats_trained=trained.nats, nats_twin=twin.nats
     )
     heldout = HeldOut(
         trained=trained.code_length,
@@ -222,7 +220,7 @@ def score_heldout(
     )
     report = {
         "schema_version": c.HELDOUT_SCHEMA,
-        "documents": DOCUMENTS_FILE,
+        "documents": c.HELDOUT_DOCUMENTS_FILE,
         "twin": twin.summary(),
         "trained": trained.summary(),
         "train_prefix": converged.summary(),

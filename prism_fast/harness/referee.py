@@ -14,7 +14,6 @@ from typing import Any
 
 import prism_fast
 from prism_fast.harness.bundle import Bundle, load_bundle
-from prism_fast.harness.heldout import DOCUMENTS_FILE
 from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
 from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
 from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
@@ -35,7 +34,8 @@ SEED_FILES = (
     c.LEDGER_FILE,
     c.OBSERVATIONS_FILE,
     c.HELDOUT_FILE,
-    DOCUMENTS_FILE,
+    c.HELDOUT_DOCUMENTS_FILE,
+    c.LEDGER_CHAIN_FILE,
     c.WEIGHTS_FILE,
     c.TRAINER_LOG_FILE,
     c.EVALUATOR_LOG_FILE,

@@ -50,6 +50,7 @@ class SeedRun:
         self.sandbox = Sandbox(spec.isolation, hidden=tuple(sorted(ASSETS.glob("*.jsonl.gz"))))
         self.environment = _environment(prepared, spec, run_dir)
         self.session: SealedSession | None = None
+        self._probes = 0  # in held-out scoring
 
     def run(self) -> m.RunManifest:
         began = monotonic()
@@ -189,6 +190,7 @@ class SeedRun:
         finally:
             evaluator.close()
         write_json(self.run_dir / c.HELDOUT_FILE, report)
+        self._probes = sum(report[p]["probes"] for p in ("trained", "train_prefix"))
         return heldout, sorted({r for p in ("trained", "train_prefix") for r in report[p]["broken_rules"]})
 
     # -------------------------------------------------------------------------------------------------------- results
@@ -226,6 +228,7 @@ class SeedRun:
             wall_s=wall_s,
             heldout_s=heldout_s,
             ineligible_reasons=_ineligible(spec, stopped_reason, score),
+            probes=self._probes + (self.session.probes if self.session is not None else 0),
         )
         manifest, series, profile = build_documents(facts, ledger, score)
         write_atomically(run_dir / c.TRAIN_SERIES_FILE, canonical_json(series.model_dump(mode="json")))
