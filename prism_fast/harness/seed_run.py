@@ -278,6 +278,7 @@ def _environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict[str, 
         "PRISM_BASE_EVAL_VAL_DATA_DIR": "",
         "PRISM_ARTIFACT_OUTPUT_PATH": str(run_dir / c.ARTIFACTS_DIR),
         "PRISM_RUN_MANIFEST_PATH": str(run_dir / c.RUN_MANIFEST_FILE),
+        "PRISM_ARTIFACTS_QUOTA_BYTES": str(spec.artifacts_quota_bytes),
         "PRISM_REFERENCE_TOKENIZER_DIR": str(ASSETS),
         "PRISM_TOKEN_BUDGET": "" if spec.token_budget is None else str(spec.token_budget),
     }
