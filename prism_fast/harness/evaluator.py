@@ -7,6 +7,7 @@ every PREDICT is a forward of that state without gradient. Logits travel by shar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -34,9 +35,10 @@ def main() -> int:
     except BaseException as e:
         from prism_fast.harness.runner import explain
 
-        traceback.print_exc()
         rule, kind, message = explain(e, job)
         channel.send_json(wire.FAULT, {"rule": rule, "kind": kind, "message": message})
+        with contextlib.suppress(OSError):  # the log may be what is full
+            traceback.print_exc()
         return 1
 
 
@@ -135,6 +137,7 @@ def _contiguous(shape: Any) -> tuple[int, ...]:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -24,12 +24,20 @@ from prism_fast.harness.bundle import Bundle
 from prism_fast.harness.isolation import Sandbox
 from prism_fast.harness.shared_memory import SharedRegion
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.errors import BudgetExceeded, BundleFailed, BundleRejected, EngineFault
+from prism_fast.protocol.errors import (
+    ArtifactsQuotaExceeded,
+    BudgetExceeded,
+    BundleFailed,
+    BundleRejected,
+    EngineFault,
+    PrismError,
+)
 from prism_fast.protocol.run_spec import RunSpec
 
 LOGIT_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LOGITS_BYTES = 64 << 30
-FAULT_KINDS: dict[str, type[BundleRejected | BundleFailed | EngineFault]] = {
+FAULT_KINDS: dict[str, type[PrismError]] = {
+    "quota": ArtifactsQuotaExceeded,
     "rejected": BundleRejected,
     "failed": BundleFailed,
     "engine": EngineFault,

@@ -6,8 +6,9 @@ reports to the referee over the job's socket. How it ended travels there too: to
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
-import importlib
 import os
 import resource
 import sys
@@ -42,11 +43,12 @@ def main() -> int:
         return 0
     except BaseException as e:
         rule, kind, message = explain(e, job)
-        traceback.print_exc()
         channel.send_json(
             wire.FAULT,
             {"rank": rank, "rule": rule, "kind": kind, "message": message, "traceback": traceback.format_exc()},
         )
+        with contextlib.suppress(OSError):  # the log may be what is full
+            traceback.print_exc()
         return 1
     finally:
         channel.close()
@@ -189,7 +191,7 @@ def _save_weights(model: Any, path: str) -> None:
 
 
 def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str, str]:
-    """-> (rule, kind, one sentence). Kind: rejected, failed or engine."""
+    """-> (rule, kind, one sentence). Kind: one of evaluator_client.FAULT_KINDS."""
     import torch
 
     if isinstance(error, BundleRejected):
@@ -203,6 +205,8 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str,
     where = f"{Path(bundle_frames[-1].filename).name} line {bundle_frames[-1].lineno}: " if bundle_frames else ""
     text = " ".join(str(error).split())[:500]
     message = f"{where}{type(error).__name__}: {text}" if text else f"{where}{type(error).__name__}"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return c.RULE_ARTIFACTS_QUOTA, "quota", f"{message} ({c.MARKER_ARTIFACTS_QUOTA})"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return c.RULE_RESOURCE_OOM, "failed", message
     if isinstance(error, SystemExit):
@@ -215,7 +219,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str,
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    importlib.invalidate_caches()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -92,6 +92,22 @@ CASES = {
         "prism:artifacts-quota",
         "PRISM_RUNNER_ARTIFACTS_QUOTA",
     ),
+    "many small artifacts over the quota": (
+        TINY_ARCHITECTURE,
+        at_third_batch(
+            "[open(f'{ctx.artifacts_dir}/{n}', 'wb').write(bytes(10**5)) for n in range(20)]; time.sleep(30)"
+        ),
+        8,
+        "prism:artifacts-quota",
+        "PRISM_RUNNER_ARTIFACTS_QUOTA",
+    ),
+    "endless output": (
+        TINY_ARCHITECTURE,
+        at_third_batch("[print('x' * 9999, flush=True) for _ in range(10**6)]"),
+        8,
+        "prism:artifacts-quota",
+        "PRISM_RUNNER_ARTIFACTS_QUOTA",
+    ),
     "a loop that hangs": (
         TINY_ARCHITECTURE,
         at_third_batch("time.sleep(600)").replace("i == 2", "i == 0"),
