@@ -19,7 +19,7 @@ namespace prism {
 namespace {
 
 constexpr std::int64_t kIgnore = -100;                    // torch's ignore_index
-constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens looked up in one piece
+constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens read or looked up in one piece: stays in cache
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
 
 /// Widens to int64, twice, and returns the largest id, so that the range check costs no second pass.
@@ -66,12 +66,12 @@ bool StreamCursor::enter_document() {
   while (shard_ < shards_.size() && record_ == shards_[shard_]->records()) {
     ++shard_;
     record_ = 0;
+    window_ = {};
   }
   if (shard_ == shards_.size()) return false;
   range_ = shards_[shard_]->range(record_);
   inside_ = true;
   token_ = within_ = settled_ = record_bytes_ = 0;
-  window_ = {};
   return true;
 }
 
@@ -117,21 +117,26 @@ StreamCounts StreamCursor::take_counts() {
   return std::exchange(counts_, {});
 }
 
-/// Makes `window_` hold stored tokens from `token_` on; returns how many.
-std::uint64_t StreamCursor::look() {
+/// Stored tokens of the record from `token_` on, as many as lie in the window; at least one.
+std::span<const std::byte> StreamCursor::upcoming() {
   const Shard& shard = *shards_[shard_];
-  if (window_.empty()) {
-    const std::uint64_t left = range_.length - token_;
-    const std::uint64_t take = shard.mapped() ? left : std::min(left, kPiece);
-    window_ = shard.token_bytes(range_.start + token_, take, window_scratch_);
+  const unsigned width = shard.token_width();
+  const std::uint64_t at = range_.start + token_;
+  if (at < window_begin_ || at >= window_begin_ + window_.size() / width) {
+    // Pieces run on into the records that follow: short documents would cost a read each.
+    window_begin_ = shard.mapped() ? 0 : at;
+    const std::uint64_t left = shard.stored_tokens() - window_begin_;
+    window_ = shard.token_bytes(window_begin_, shard.mapped() ? left : std::min(left, kPiece), window_scratch_);
   }
-  return window_.size() / shard.token_width();
+  const auto rest = window_.subspan(static_cast<std::size_t>((at - window_begin_) * width));
+  return rest.first(std::min<std::size_t>(rest.size(), static_cast<std::size_t>((range_.length - token_) * width)));
 }
 
 std::uint64_t StreamCursor::pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
-  const std::uint64_t take = std::min(count, look());
   const Shard& shard = *shards_[shard_];
-  const std::uint64_t largest = with_token_type(shard.token_width(), window_, [&](const auto* ids) {
+  const auto stored = upcoming();
+  const std::uint64_t take = std::min<std::uint64_t>(count, stored.size() / shard.token_width());
+  const std::uint64_t largest = with_token_type(shard.token_width(), stored, [&](const auto* ids) {
     return widen(ids, tokens, targets, static_cast<std::size_t>(take));
   });
   if (largest >= table_.n_vocab()) {
@@ -139,26 +144,21 @@ std::uint64_t StreamCursor::pull_tokens(std::int64_t* tokens, std::int64_t* targ
                                   [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
     bad_id(shard, token_ + static_cast<std::uint64_t>(at - tokens), static_cast<std::uint64_t>(*at));
   }
-  advance(take);
+  token_ += take;
   counts_.scored += take;
   return take;
-}
-
-void StreamCursor::advance(std::uint64_t tokens) {
-  token_ += tokens;
-  window_ = window_.subspan(static_cast<std::size_t>(tokens * shards_[shard_]->token_width()));
 }
 
 /// Emits up to `count` bytes of the current record; without places to write to it only passes over them.
 std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
-  const std::uint64_t seen = look();
+  const auto stored = upcoming();
   std::uint64_t done = 0;
-  std::uint64_t used = 0;
-  with_token_type(shard.token_width(), window_, [&](const auto* ids) {
-    for (; used < seen && done < count; ++used) {
-      if (ids[used] >= table_.n_vocab()) bad_id(shard, token_ + used, ids[used]);
-      const auto bytes = table_.bytes(ids[used]).subspan(within_);
+  with_token_type(shard.token_width(), stored, [&](const auto* ids) {
+    const auto* end = ids + stored.size() / shard.token_width();
+    for (; ids != end && done < count; ++ids) {
+      if (*ids >= table_.n_vocab()) bad_id(shard, token_, *ids);
+      const auto bytes = table_.bytes(*ids).subspan(within_);
       const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
       if (tokens != nullptr) {
         for (std::uint64_t k = 0; k < take; ++k) {
@@ -171,9 +171,9 @@ std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targe
         return;
       }
       within_ = 0;
+      ++token_;
     }
   });
-  advance(used);
   counts_.scored += done;
   counts_.bytes += done;
   record_bytes_ += done;
@@ -210,6 +210,7 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
         counts_.special += shard.records();
         counts_.bytes += shard.utf8_bytes_total();
         ++shard_;
+        window_ = {};
       }
       if (done == count || !enter_document()) break;
       const Shard& shard = *shards_[shard_];
@@ -227,7 +228,6 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
     } else if (basis_ == Basis::tokens) {
       const std::uint64_t take = std::min(count - done, range_.length - token_);
       token_ += take;
-      window_ = {};
       counts_.scored += take;
       done += take;
     } else {

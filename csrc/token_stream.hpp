@@ -46,8 +46,7 @@ class StreamCursor {
   bool enter_document();
   void leave_document();
   void settle();
-  std::uint64_t look();
-  void advance(std::uint64_t tokens);
+  std::span<const std::byte> upcoming();
   std::uint64_t pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
   std::uint64_t pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
   [[noreturn]] void bad_id(const Shard& shard, std::uint64_t token, std::uint64_t id) const;
@@ -65,7 +64,8 @@ class StreamCursor {
   std::uint64_t settled_ = 0;       // token basis: tokens of the record whose bytes are counted
   std::uint64_t record_bytes_ = 0;  // bytes of the record that are counted
   StreamCounts counts_;
-  std::span<const std::byte> window_;  // stored tokens of the record from token_ on: all when mapped, else a piece
+  std::span<const std::byte> window_;  // stored tokens of the shard: all of them when mapped, else a piece
+  std::uint64_t window_begin_ = 0;     // number of its first
   std::vector<std::byte> window_scratch_;
   std::vector<std::byte> settle_scratch_;
 };
