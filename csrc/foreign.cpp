@@ -144,14 +144,14 @@ class ForeignReader {
     std::string header(length, '\0');
     file.read(prefix, std::as_writable_bytes(std::span(header)), "npy header");
     const auto field = [&](std::string_view key) -> std::string_view {
-      const std::size_t at = header.find("'" + std::string(key) + "'");
+      const std::size_t at = header.find(key);
       const std::size_t colon = at == std::string::npos ? at : header.find(':', at);
       const std::size_t value = colon == std::string::npos ? colon : header.find_first_not_of(' ', colon + 1);
-      if (value == std::string::npos) fault(path_, prefix, "an npy header with '" + std::string(key) + "'", "none");
+      if (value == std::string::npos) fault(path_, prefix, "an npy header with " + std::string(key), "none");
       return std::string_view(header).substr(value);
     };
     unsigned width = 0;
-    const std::string_view descr = field("descr");
+    const std::string_view descr = field("'descr'");
     for (const std::string_view known : {"'|u1'", "'<u2'", "'<u4'", "'<i4'", "'<u8'", "'<i8'"}) {
       if (descr.substr(0, known.size()) == known) width = static_cast<unsigned>(known[3] - '0');
     }
@@ -159,7 +159,7 @@ class ForeignReader {
       fault(path_, prefix, "an array of u1, u2, u4, u8, i4 or i8, little-endian", std::string(descr.substr(0, 8)));
     }
     std::uint64_t count = 0;
-    const std::string_view shape = field("shape");
+    const std::string_view shape = field("'shape'");
     std::size_t digits = 0;
     while (digits + 1 < shape.size() && digits < 18 && shape[digits + 1] >= '0' && shape[digits + 1] <= '9') {
       count = count * 10 + static_cast<std::uint64_t>(shape[++digits] - '0');

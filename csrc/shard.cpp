@@ -142,6 +142,15 @@ TokenTable::TokenTable(std::vector<std::uint64_t> offsets, std::vector<std::byte
     throw std::invalid_argument("token table: offsets must rise from 0 to the number of bytes (" +
                                 std::to_string(bytes_.size()) + ")");
   }
+  lengths_.reserve(offsets_.size() - 1);
+  for (std::size_t id = 0; id + 1 < offsets_.size(); ++id) {
+    const std::uint64_t length = offsets_[id + 1] - offsets_[id];
+    if (length > std::numeric_limits<std::uint16_t>::max()) {
+      throw std::invalid_argument("token table: id " + std::to_string(id) + " stands for " + std::to_string(length) +
+                                  " bytes: expected at most 65535");
+    }
+    lengths_.push_back(static_cast<std::uint16_t>(length));
+  }
 }
 
 void TokenTable::count(std::span<const std::uint32_t> tokens, std::span<const std::uint64_t> lengths,

@@ -88,7 +88,7 @@ class TokenStream(Iterator[StreamBatch]):
         basis: Literal["tokens", "bytes"] = "tokens",
         rank: int = 0,
         world: int = 1,
-        prefetch: int = 2,
+        prefetch: int = 4,
         start_batch: int = 0,
         tokenizer: Tokenizer | None = None,
         access: str = "auto",

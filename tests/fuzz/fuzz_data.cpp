@@ -124,7 +124,7 @@ void read_all(const std::shared_ptr<Shard>& shard, std::uint8_t choice) {
       std::array<std::int64_t, 61> out;
       cursor.skip(choice);
       for (std::size_t done = 0; done < kElementsRead; done += out.size()) {
-        if (cursor.pull(out) < out.size()) break;
+        if (cursor.pull(out.data(), out.data(), out.size()) < out.size()) break;
         cursor.take_counts();
         cursor.skip(choice % 7);
       }
