@@ -146,7 +146,7 @@ class TokenLoader(Iterator[Block]):
             raise ValueError(f"dtype {dtype!r}: expected 'int64' or 'int32'")
         if output not in ("torch", "numpy"):
             raise ValueError(f"output {output!r}: expected 'torch' or 'numpy'")
-        opened = open_shards(shards, access)
+        opened = open_shards(shards, access, tokenizer)
         self.tokenizer = tokenizer or tokenizer_of(opened)
         for shard in opened:
             require_tokenizer(shard, self.tokenizer)

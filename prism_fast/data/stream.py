@@ -68,9 +68,10 @@ class TokenStream(Iterator[StreamBatch]):
     row; rank r takes batches r, r + world, ... With one rank the last batch may hold fewer rows; with several, every
     rank takes as many full batches, and the rest is tail.
 
-    split: a `Split` of a corpus, or shard paths or open shards. basis: "tokens" (ids as stored) or "bytes" (each
-    token becomes its bytes, ids 0..255, end-of-text 256). tokenizer: needed only for shards of another tokenizer than
-    "gpt2" and "bytes". access: as in `open_shard`. start_batch counts this rank's batches.
+    split: a `Split` of a corpus, or shard paths, or open shards (of other formats: opened with `tokenizer`).
+    basis: "tokens" (ids as stored) or "bytes" (each token becomes its bytes, ids 0..255, end-of-text 256).
+    tokenizer: needed only for shards of another tokenizer than "gpt2" and "bytes". access: as in `open_shard`.
+    start_batch counts this rank's batches.
 
     allocate: makes the int64 buffers, [prefetch + 2, batch_size, seq_len] each (pinned memory, say); default numpy.
 
@@ -87,7 +88,7 @@ class TokenStream(Iterator[StreamBatch]):
         basis: Literal["tokens", "bytes"] = "tokens",
         rank: int = 0,
         world: int = 1,
-        prefetch: int = 2,
+        prefetch: int = 4,
         start_batch: int = 0,
         tokenizer: Tokenizer | None = None,
         access: str = "auto",
@@ -101,7 +102,7 @@ class TokenStream(Iterator[StreamBatch]):
         ):  # fmt: skip
             if not least <= value <= most:
                 raise ValueError(f"{name} {value}: expected {least} to {most}")
-        shards = open_shards(split, access)
+        shards = open_shards(split, access, tokenizer)
         self.tokenizer = tokenizer or tokenizer_of(shards)
         for shard in shards:
             require_tokenizer(shard, self.tokenizer)
@@ -203,14 +204,14 @@ class TokenStream(Iterator[StreamBatch]):
         self.close()
 
 
-def open_shards(split: Any, access: str = "auto") -> list[Shard]:
+def open_shards(split: Any, access: str = "auto", tokenizer: Tokenizer | None = None) -> list[Shard]:
     """The open shards of a `Split`, of a shard or its path, or of several of these."""
     items: Sequence[Any]
     if isinstance(split, (str, os.PathLike, Shard)):
         items = [split]
     else:
         items = list(getattr(split, "shards", split))
-    return [item if isinstance(item, Shard) else open_shard(item, access=access) for item in items]
+    return [item if isinstance(item, Shard) else open_shard(item, tokenizer=tokenizer, access=access) for item in items]
 
 
 def tokenizer_of(shards: Sequence[Shard]) -> Tokenizer:
