@@ -1,0 +1,191 @@
+"""Where a kernel runs and with what parameters: one documented rule a kernel, nothing is tuned at first use.
+
+The rules follow from counting, per multiprocessor: bytes in flight to cover memory latency (about 24 KiB at 4 TB/s over
+132 multiprocessors), registers a thread (65,536 in all), shared memory. `tests/kernels/test_triton_compiled.py`
+compiles every kernel with them for every architecture and holds the register counts. None of them reaches a result's
+bits: those depend on `fold.geometry` alone.
+
+`override("rows_forward", num_warps=16)` replaces a rule's choice within a `with` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the rules need to know of a device. `arch` is 80, 90, 100, 120 on CUDA, "gfx942" on ROCm."""
+
+    kind: str  # "cuda", "hip", "xpu" or "interpreter"
+    arch: int | str
+    multiprocessors: int
+    l2_bytes: int
+    shared_bytes: int  # a program's limit
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.kind == "hip" else 32
+
+
+# Published figures, for compiling without the device.
+KNOWN_DEVICES = {
+    "sm_80": Device("cuda", 80, 108, 40 << 20, 163 << 10),
+    "sm_90": Device("cuda", 90, 132, 50 << 20, 227 << 10),
+    "sm_100": Device("cuda", 100, 148, 126 << 20, 227 << 10),
+    "sm_120": Device("cuda", 120, 170, 96 << 20, 99 << 10),
+    "gfx942": Device("hip", "gfx942", 304, 4 << 20, 64 << 10),
+}
+_INTERPRETER = Device("interpreter", "none", 4, 1 << 20, 1 << 30)
+
+
+@functools.cache
+def _describe(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return _INTERPRETER
+    if device.type == "xpu":
+        xpu: Any = torch.xpu.get_device_properties(device)
+        return Device("xpu", "xpu", xpu.gpu_subslice_count, 16 << 20, 64 << 10)
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+        return Device("hip", arch, properties.multi_processor_count, properties.L2_cache_size, 64 << 10)
+    arch = 10 * properties.major + properties.minor
+    shared = properties.shared_memory_per_block_optin
+    return Device("cuda", arch, properties.multi_processor_count, properties.L2_cache_size, shared)
+
+
+def interpreting() -> bool:
+    """True where Triton was told to run kernels on the CPU (its own switch, read when kernels are defined)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: everything `kernel[grid](**args, **constants, **options)` takes."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass
+class _Recorder:
+    device: Device
+    calls: list[Call] = field(default_factory=list)
+
+
+_recorder: _Recorder | None = None
+_overrides: dict[str, dict[str, int]] = {}
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    return _recorder.device if _recorder is not None else _describe(tensor.device)
+
+
+@contextlib.contextmanager
+def record(device: Device) -> Iterator[list[Call]]:
+    """Collects launches, as they would be made on `device`, in place of making them: for compiling ahead of time."""
+    global _recorder
+    _recorder = _Recorder(device)
+    try:
+        yield _recorder.calls
+    finally:
+        _recorder = None
+
+
+@contextlib.contextmanager
+def override(kernel: str, **parameters: int) -> Iterator[None]:
+    """Replaces parameters that the rules choose for `kernel`, by its name in this file, within the block."""
+    before = _overrides.get(kernel)
+    _overrides[kernel] = {**(before or {}), **parameters}
+    try:
+        yield
+    finally:
+        if before is None:
+            del _overrides[kernel]
+        else:
+            _overrides[kernel] = before
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], args: dict[str, Any], constants: dict[str, Any], options: dict[str, int]
+) -> None:
+    """Launches on the device of the tensors (whichever is current) unless launches are being recorded."""
+    if _recorder is not None:
+        _recorder.calls.append(Call(kernel, grid, args, constants, options))
+        return
+    device = next(value.device for value in args.values() if isinstance(value, torch.Tensor))
+    with _current(device):
+        kernel[grid](**args, **constants, **options)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    if device.type == "xpu":
+        return torch.xpu.device(device)
+    return contextlib.nullcontext()
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowsForward:
+    num_warps: int
+    programs: int  # a row
+    segments: int  # a program
+    max_registers: int  # a thread; 0: as the compiler likes
+
+
+def _warps(places: int, itemsize: int, device: Device, at_most: int) -> int:
+    """One 16-byte access a thread over `places` elements, up to `at_most` threads."""
+    threads = min(at_most, places * itemsize // 16)
+    return max(1, threads // device.warp_size)
+
+
+def rows_forward(device: Device, lanes: int, segments: int, itemsize: int, rows: int, plain: bool) -> RowsForward:
+    """128 threads (bfloat16) and 96 registers: 5 programs resident, 4 loads of 16 bytes in flight a thread, 40 KiB.
+
+    A row is shared by several programs while there are fewer than 8 waves of them, so that the last, partly filled
+    wave costs at most an eighth.
+    """
+    slots = 8 * 5 * device.multiprocessors
+    share = min(segments, max(1, rows * segments // slots))
+    choice = {
+        "num_warps": _warps(lanes, itemsize, device, 256),
+        "segments": share,
+        "max_registers": 96 if plain and lanes == 1024 and device.kind == "cuda" else 0,
+        **_overrides.get("rows_forward", {}),
+    }
+    return RowsForward(programs=-(-segments // choice["segments"]), **choice)
+
+
+@dataclass(frozen=True)
+class RowsBackward:
+    num_warps: int
+    places: int  # a program
+
+
+def rows_backward(device: Device, vocab: int, itemsize: int) -> RowsBackward:
+    """256 threads a program, 2 loads of 16 bytes each: nothing is kept, so occupancy alone covers the latency."""
+    places = min(256 * 2 * 16 // itemsize, max(32, 1 << (vocab + 15).bit_length()))
+    choice = {"num_warps": _warps(places // 2, itemsize, device, 256), "places": places}
+    return RowsBackward(**{**choice, **_overrides.get("rows_backward", {})})
+
+
+def options(device: Device, num_warps: int, max_registers: int = 0, **more: int) -> dict[str, int]:
+    """Triton's launch options; the register limit exists on CUDA alone."""
+    if max_registers and device.kind == "cuda":
+        more["maxnreg"] = max_registers
+    return {"num_warps": num_warps, **more}

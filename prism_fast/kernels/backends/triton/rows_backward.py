@@ -1,0 +1,200 @@
+"""Gradient over rows of logits, elementwise once lse is known: one device-memory read of the logits, one write.
+
+    d loss / d z'_v = a p_v - (1 - eps) w_t [v = t] - eps / V w_v,   a = (1 - eps) w_t + eps / V sum w + 2 z_loss lse
+    d z' / d z = 1 - tanh^2(z / softcap)
+
+The gradient may be written over the logits: a place is read before it is written, by the one program that owns it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .numerics import exp, tanh
+from .rows import row_start
+
+
+@triton.jit
+def row_coefficients(
+    t,
+    known,
+    lse,
+    class_weight,
+    class_weight_sum,
+    V,
+    label_smoothing,
+    z_loss,
+    ACC: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+):
+    """-> (a, share of the target, share of every class), without the upstream gradient."""
+    at_target = tl.full([], 1.0, ACC)
+    if WEIGHTED:
+        at_target = tl.load(class_weight + t, mask=known, other=0.0).to(ACC)
+    everywhere = tl.zeros([], ACC)
+    if SMOOTHED:
+        smoothing = tl.cast(label_smoothing, ACC)
+        at_target = at_target * (1.0 - smoothing)
+        everywhere = smoothing / V
+        if WEIGHTED:
+            slope = at_target + everywhere * tl.load(class_weight_sum).to(ACC)
+        else:
+            slope = at_target + smoothing
+    else:
+        slope = at_target
+    if Z_LOSS:
+        slope += 2.0 * tl.cast(z_loss, ACC) * lse.to(ACC)
+    return slope, at_target, everywhere
+
+
+@triton.jit
+def places_gradient(
+    z,
+    column,
+    inside,
+    t,
+    lse_high,
+    lse_low,
+    upstream,
+    slope,
+    at_target,
+    everywhere,
+    softcap,
+    class_weight,
+    SOFTCAP: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+):
+    """Gradient at a block of places of one row. lse comes in two parts: float32 alone would cost digits at 1000."""
+    if SOFTCAP:
+        cap = tl.cast(softcap, z.dtype)
+        bent = tanh(z / cap)
+        z = cap * bent
+    p = exp((z - lse_high) - lse_low)
+    grad = slope * p - tl.where(column == t, at_target, 0.0)
+    if SMOOTHED:
+        if WEIGHTED:
+            grad -= everywhere * tl.load(class_weight + column, mask=inside, other=0.0).to(z.dtype)
+        else:
+            grad -= everywhere
+    if SOFTCAP:
+        grad *= 1.0 - bent * bent
+    return grad * upstream
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def rows_backward(
+    logits,
+    target,
+    class_weight,
+    class_weight_sum,
+    lse,
+    grad_loss,
+    out,
+    V,
+    phase,
+    out_phase,
+    row_stride,
+    column_stride,
+    target_stride,
+    grad_loss_stride,
+    out_row_stride,
+    out_column_stride,
+    ignore_index,
+    label_smoothing: tl.float64,
+    z_loss: tl.float64,
+    softcap: tl.float64,
+    ACC: tl.constexpr,
+    PLACES: tl.constexpr,
+    GRANULE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    SAME_LAYOUT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Grid (N, ceil((V + GRANULE) / PLACES)). SAME_LAYOUT: `out` lies at the same 16-byte phase as `logits`."""
+    row = tl.program_id(0)
+    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    ignored = t == ignore_index
+    known = (t >= 0) & (t < V) & (ignored == 0)
+    row_lse = tl.load(lse + row).to(tl.float64)
+    lse_high = row_lse.to(ACC)
+    lse_low = (row_lse - lse_high.to(tl.float64)).to(ACC)
+    slope, at_target, everywhere = row_coefficients(
+        t, known, row_lse, class_weight, class_weight_sum, V, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS
+    )
+    upstream = tl.load(grad_loss + row.to(tl.int64) * grad_loss_stride).to(ACC)
+    upstream = tl.where(known | ignored, upstream, float("nan"))
+    write_row(
+        logits, out, row, tl.program_id(1), ignored, tl.where(known, t, -1).to(tl.int32),
+        lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
+        V, phase, out_phase, row_stride, column_stride, out_row_stride, out_column_stride,
+        ACC, PLACES, GRANULE, UNIT_STRIDE, SAME_LAYOUT, WEIGHTED, SMOOTHED, SOFTCAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_row(
+    logits,
+    out,
+    row,
+    tile,
+    ignored,
+    t,
+    lse_high,
+    lse_low,
+    upstream,
+    slope,
+    at_target,
+    everywhere,
+    softcap,
+    class_weight,
+    V,
+    phase,
+    out_phase,
+    row_stride,
+    column_stride,
+    out_row_stride,
+    out_column_stride,
+    ACC: tl.constexpr,
+    PLACES: tl.constexpr,
+    GRANULE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    SAME_LAYOUT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One tile of PLACES 16-byte-aligned places of one row. Ignored rows are not read and become 0."""
+    start, shift = row_start(logits, row, phase, row_stride, GRANULE, UNIT_STRIDE)
+    out_start, out_shift = row_start(out, row, out_phase, out_row_stride, GRANULE, SAME_LAYOUT)
+    places = tile * PLACES + tl.arange(0, PLACES)
+    if UNIT_STRIDE:
+        limit = ((shift + V + GRANULE - 1) // GRANULE) * GRANULE
+        read = start + places
+    else:
+        limit = V
+        read = start + places.to(tl.int64) * column_stride
+    column = places - shift
+    inside = (column >= 0) & (column < V)
+    z = tl.load(read, mask=(places < limit) & (ignored == 0), other=0.0, eviction_policy="evict_first").to(ACC)
+    grad = places_gradient(
+        z, column, inside, t, lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
+        SOFTCAP, WEIGHTED, SMOOTHED,
+    )  # fmt: skip
+    grad = tl.where(ignored, 0.0, grad)
+    if SAME_LAYOUT:
+        # Whole granules are written 16 bytes at a time; the row's two ragged ends, shared with its neighbours, apart.
+        head = ((shift + GRANULE - 1) // GRANULE) * GRANULE
+        tail = ((shift + V) // GRANULE) * GRANULE
+        write = out_start + places
+        tl.store(write, grad, mask=(places >= head) & (places < tail), eviction_policy="evict_first")
+        if tile * PLACES < head or (tile + 1) * PLACES > tail:
+            tl.store(write, grad, mask=inside & ((places < head) | (places >= tail)))
+    else:
+        tl.store(out_start + out_shift + column.to(tl.int64) * out_column_stride, grad, mask=inside)
