@@ -1,0 +1,255 @@
+"""Cross-entropy from logits: one read of them for the loss, one more read and one write for the gradient, or all of
+it in one go where the upstream gradient is known in advance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prism_fast.kernels.backends import LossOptions
+from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
+from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.reduction import check_reduction, mean_divisor
+from prism_fast.kernels.shapes import as_logit_rows, check_same_device
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    inplace_grad: bool = False,
+) -> Tensor:
+    """Cross-entropy of logits and class ids; arguments are those of `torch.nn.functional.cross_entropy`.
+
+    With z = softcap * tanh(logits / softcap), lse = ln sum_v exp(z_v), class weights w and smoothing eps, a row's
+    loss is
+
+        (1 - eps) * w_t * (lse - z_t)  +  eps / V * sum_v w_v * (lse - z_v)  +  z_loss * lse^2
+
+    (label smoothing: Szegedy et al. 2016, as torch weights it; z-loss: Chowdhery et al. 2022; softcap: Gemma 2, 2024).
+
+    Args:
+        logits: `[..., V]`, or torch's `[N, C, d1...]`; float64, float32, bfloat16 or float16, any strides.
+        target: integer class ids, `[...]` (or `[N, d1...]`).
+        weight: class weights `[V]`, or None for 1.
+        ignore_index: targets with this id count nowhere; their logits are not read, their gradient is 0.
+        reduction: "none", "sum", or "mean": over targets that are not ignored, each counted by its class weight. If
+            all are ignored, sum gives 0 and mean NaN, as in torch; the gradient is 0 either way.
+        inplace_grad: let the backward pass overwrite `logits` with their gradient, which saves a buffer of their
+            size. The logits are overwritten in this call already, and a second `backward` raises. Under
+            `torch.compile`, which plans buffers itself, the logits stay as they are.
+
+    Returns:
+        float32 (float64 for float64 logits), whatever narrower dtype the logits have.
+
+    Raises:
+        IndexError: on the CPU, a target outside [0, V) that is not `ignore_index`. On a GPU, where looking would
+            stall, such a row gives NaN and is counted (`faults` of `torch.ops.prism_fast.cross_entropy`).
+        ValueError, TypeError: shapes, dtypes or options that do not fit.
+
+    Sums run in an order fixed by the shape alone: same input, same bits, whatever the number of threads. The gradient
+    can be taken once; for second derivatives use `use_backend("torch")`.
+    """
+    shape = target.shape
+    rows, ids = as_logit_rows(logits, target, class_dim_1=True)
+    options = check_options(rows, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    accumulator = accumulation_dtype(rows.dtype)
+    divisor = mean_divisor(ids, options, accumulator) if reduction == "mean" else None
+    wants_grad = torch.is_grad_enabled() and rows.requires_grad
+
+    if not torch.compiler.is_compiling() and backend_for(rows.device).name == "torch":
+        # Plain torch operations: can be differentiated again, and by torch.func.
+        loss = loss_rows(rows, ids, options)[0]
+        total = loss.sum() if reduction != "none" else loss
+    elif wants_grad and _fuses(rows, inplace_grad):
+        expected = torch.ones((), dtype=accumulator, device=rows.device)
+        if divisor is not None:
+            expected = expected / divisor
+        loss = _FusedRows.apply(rows, ids, options, expected.expand(len(ids)), inplace_grad)
+        total = torch.ops.prism_fast.sum_rows(loss) if reduction != "none" else loss
+    else:
+        loss = torch.ops.prism_fast.cross_entropy(
+            rows, ids, options.class_weight, ignore_index, label_smoothing, z_loss, softcap
+        )[0]
+        total = torch.ops.prism_fast.sum_rows(loss) if reduction != "none" else loss
+    if reduction == "none":
+        return loss.view(shape)
+    return total if divisor is None else total / divisor
+
+
+def check_options(
+    rows: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    vocab: int | None = None,
+) -> LossOptions:
+    """The options as backends take them. Raises ValueError or TypeError for what no loss has."""
+    check_reduction(reduction)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    vocab = rows.shape[1] if vocab is None else vocab
+    if weight is not None:
+        check_same_device(logits=rows, weight=weight)
+        if tuple(weight.shape) != (vocab,) or not weight.is_floating_point():
+            raise ValueError(f"weight must hold {vocab} class weights, got {weight.dtype} {list(weight.shape)}")
+        weight = weight.detach().to(accumulation_dtype(rows.dtype)).contiguous()
+    return LossOptions(ignore_index, float(label_smoothing), float(z_loss), softcap, weight)
+
+
+def _fuses(rows: Tensor, inplace_grad: bool) -> bool:
+    """Whether loss and gradient are made in one go, ahead of `backward`.
+
+    On the CPU always: the gradient's buffer is written once either way, and a read of the logits is saved. Elsewhere
+    only in place: telling whether the guess at the upstream gradient was right would need a synchronisation.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return inplace_grad or rows.device.type == "cpu"
+
+
+class _FusedRows(torch.autograd.Function):
+    """Row losses whose gradient is made with them, for the upstream gradient `expected`; mended if that was wrong."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, target: Tensor, options: LossOptions, expected: Tensor, inplace: bool
+    ) -> Tensor:
+        overlapping = any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True))
+        ctx.inplace = inplace and not overlapping
+        ctx.options = options
+        ctx.used = False
+        if ctx.inplace:
+            grad = rows.detach()
+            # Whoever else saved these logits for a backward pass gets torch's error, not a wrong gradient.
+            torch.autograd.graph.increment_version(rows)
+        else:
+            grad = torch.empty_like(rows, memory_format=torch.preserve_format)
+        loss, lse, _ = backend_for(rows.device).cross_entropy_forward_backward(
+            rows.detach(), target, expected, options, grad
+        )
+        ctx.grad = grad
+        ctx.save_for_backward(expected, *(() if ctx.inplace else (rows, target, lse)))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        expected, *inputs = ctx.saved_tensors
+        grad, ctx.grad = ctx.grad, None
+        if ctx.inplace:
+            if grad is None:
+                raise RuntimeError(
+                    "second backward through a cross_entropy with inplace_grad=True: the first one's gradient took "
+                    "the place of the logits; call it with inplace_grad=False"
+                )
+            backend_for(grad.device).scale_rows(grad, upstream / expected)
+        elif grad is None or not _same(upstream, expected):
+            rows, target, lse = inputs
+            grad = torch.empty_like(rows) if grad is None else grad
+            backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
+        return grad, None, None, None, None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two row vectors on the CPU hold the same numbers; scalars that were expanded compare as scalars."""
+    if a.stride(0) == 0 and b.stride(0) == 0:
+        a, b = a[:1], b[:1]
+    return torch.equal(a, b)
+
+
+@torch.library.custom_op("prism_fast::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> loss [N], lse [N] float64, faults int32 [1]."""
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, weight)
+    return backend_for(logits.device).cross_entropy_forward(logits, target, options)
+
+
+@_cross_entropy.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, dtype=accumulation_dtype(logits.dtype)),
+        logits.new_empty(rows, dtype=torch.float64),
+        logits.new_empty(1, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("prism_fast::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    """-> d/dlogits [N, V] of sum_i grad_loss[i] * loss[i], in the dtype of the logits."""
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, weight)
+    out = torch.empty_like(logits)
+    backend_for(logits.device).cross_entropy_backward(logits, target, lse, grad_loss, options, out)
+    return out
+
+
+@_cross_entropy_backward.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, target, weight, *ctx.options = inputs
+    ctx.save_for_backward(logits, target, output[1], weight)
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    logits, target, lse, weight = ctx.saved_tensors
+    grad = torch.ops.prism_fast.cross_entropy_backward(logits, target, lse, grad_loss, weight, *ctx.options)
+    return grad, None, None, None, None, None, None
+
+
+_cross_entropy.register_autograd(_backward, setup_context=_setup)
