@@ -24,6 +24,7 @@ _FUNCTIONS = frozenset(
         "token_nll_shard",
         "cross_entropy_forward",
         "cross_entropy_backward",
+        "cross_entropy_with_gradient",
     }
 )
 

@@ -65,9 +65,35 @@ def capped(z, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def fold_window(
+def load_window(
     start,
     step,
+    shift,
+    columns,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+    GRANULE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """U windows of a row, TILES blocks of [U, LANES]. `start` (pointers, at 16-byte boundaries when UNIT_STRIDE) and
+    `columns` are [U]; the first column lies `shift` places after `start`."""
+    # The last granule that holds a column is read whole: 16 aligned bytes never cross a page.
+    limit = ((shift + columns + GRANULE - 1) // GRANULE) * GRANULE
+    raw = ()
+    for i in tl.static_range(TILES):
+        place = tl.arange(0, LANES)[None, :] + i * LANES
+        if UNIT_STRIDE:
+            at = start[:, None] + place
+        else:
+            at = start[:, None] + place.to(tl.int64) * step
+        raw += (tl.load(at, mask=place < limit[:, None], eviction_policy=EVICT),)
+    return raw
+
+
+@triton.jit
+def fold_window(
+    raw,
     shift,
     columns,
     hole,
@@ -76,37 +102,19 @@ def fold_window(
     ACC: tl.constexpr,
     LANES: tl.constexpr,
     TILES: tl.constexpr,
-    GRANULE: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SUMMED: tl.constexpr,
     CORRECT: tl.constexpr,
     ENTROPY: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """U segments at once -> their (max, sum, spread, total, before), each [U], the column `hole` left out.
 
-    `start` (pointers, 16-byte aligned when UNIT_STRIDE), `columns` and `hole` are [U]; the first column lies `shift`
-    places after `start`. MASKED windows are partial, or hold the target. spread is sum (z - max) e^(z - max), total
-    is sum w z, before is the largest logit left of the target; each is only right under its flag.
+    MASKED: a window is not full, or holds the hole. spread is sum (z - max) e^(z - max), total is sum w z, before is
+    the largest logit left of the hole; each is only right under its flag.
     """
     lane = tl.arange(0, LANES)[None, :]
-    # The last granule that holds a column is read whole: 16 aligned bytes never cross a page.
-    limit = ((shift + columns + GRANULE - 1) // GRANULE) * GRANULE
-    raw = ()
-    for i in tl.static_range(TILES):
-        place = lane + i * LANES
-        if UNIT_STRIDE:
-            at = start[:, None] + place
-        else:
-            at = start[:, None] + place.to(tl.int64) * step
-        if MASKED:
-            raw += (tl.load(at, mask=place < limit[:, None], eviction_policy=EVICT),)
-        else:
-            raw += (tl.load(at, eviction_policy=EVICT),)
-
     z = ()
     top = tl.full([columns.shape[0], LANES], MINUS_INF, ACC)
     before = top

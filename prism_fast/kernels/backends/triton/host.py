@@ -14,6 +14,7 @@ from . import launch
 from .fold import Geometry, geometry
 from .rows import rows_finish, rows_finish_shard, rows_forward
 from .rows_backward import rows_backward
+from .rows_fused import rows_fused
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +51,12 @@ def _flags(options: LossOptions) -> dict[str, Any]:
     }
 
 
+def _load(logits: Tensor, options: LossOptions, entropy: bool) -> launch.Load:
+    smoothed, weighted = options.label_smoothing != 0.0, options.class_weight is not None
+    plain = not (smoothed or weighted or entropy or options.softcap is not None)
+    return launch.Load(logits.element_size(), plain=plain, heavy=smoothed and weighted)
+
+
 def _class_weight(options: LossOptions, unused: Tensor) -> dict[str, Tensor]:
     weight = options.class_weight
     if weight is None:
@@ -73,8 +80,7 @@ def _fold_rows(
     segments = shape.segments(vocab)
     rows = _Rows(logits)
     flags = {**_flags(options), "CORRECT": correct, "ENTROPY": entropy}
-    plain = not (any(flags.values()) or options.softcap is not None)
-    rule = launch.rows_forward(device, shape.lanes, segments, logits.element_size(), n, plain)
+    rule = launch.rows_forward(device, shape.lanes, segments, _load(logits, options, entropy), n)
     split = rule.programs > 1 or shard is not None
     accumulator = _accumulator(logits.dtype)
     unused = target
@@ -121,6 +127,7 @@ def _fold_rows(
             "GRANULE": rows.granule,
             "UNIT_STRIDE": rows.unit_stride,
             "SPLIT": split,
+            "STAGES": rule.stages,
             "SOFTCAP": options.softcap is not None,
         },
         launch.options(device, rule.num_warps, rule.max_registers),
@@ -161,14 +168,52 @@ def token_nll_shard(logits: Tensor, target: Tensor, ignore_index: int, vocab_sta
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
     """lse is float64: the gradient subtracts it, and float32 would cost digits where logits are large."""
-    n = logits.shape[0]
-    out = {
-        "loss": torch.empty(n, dtype=_accumulator(logits.dtype), device=logits.device),
-        "lse": torch.empty(n, dtype=torch.float64, device=logits.device),
-        "faults": torch.zeros(1, dtype=torch.int32, device=logits.device),
-    }
+    loss, lse, faults = _loss_outputs(logits)
+    out = {"loss": loss, "lse": lse, "faults": faults}
     _fold_rows(logits, target, options, out, correct=False, entropy=False)
-    return out["loss"], out["lse"], out["faults"]
+    return loss, lse, faults
+
+
+def _loss_outputs(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, device = logits.shape[0], logits.device
+    loss = torch.empty(n, dtype=_accumulator(logits.dtype), device=device)
+    return loss, torch.empty(n, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _gradient_arguments(
+    logits: Tensor, target: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments and constants of the kernels that write a gradient."""
+    rows, written = _Rows(logits), _Rows(out)
+    arguments = {
+        "logits": rows.base,
+        "target": target,
+        **_class_weight(options, target),
+        "grad_loss": grad_loss,
+        "out": written.base,
+        "V": logits.shape[1],
+        "phase": rows.phase,
+        "out_phase": written.phase,
+        "row_stride": rows.row_stride,
+        "column_stride": rows.column_stride,
+        "target_stride": target.stride(0),
+        "grad_loss_stride": grad_loss.stride(0),
+        "out_row_stride": written.row_stride,
+        "out_column_stride": written.column_stride,
+        "ignore_index": options.ignore_index,
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "softcap": options.softcap or 0.0,
+    }
+    constants = {
+        **_flags(options),
+        "ACC": tl.float64 if logits.dtype == torch.float64 else tl.float32,
+        "GRANULE": rows.granule,
+        "UNIT_STRIDE": rows.unit_stride,
+        "SAME_LAYOUT": rows.same_layout(written),
+        "SOFTCAP": options.softcap is not None,
+    }
+    return arguments, constants
 
 
 def cross_entropy_backward(
@@ -178,40 +223,44 @@ def cross_entropy_backward(
     if n == 0:
         return
     device = launch.device_of(logits)
-    rows, written = _Rows(logits), _Rows(out)
     rule = launch.rows_backward(device, vocab, logits.element_size())
+    arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
     launch.run(
         rows_backward,
-        (n, -(-(vocab + rows.granule - 1) // rule.places)),
-        {
-            "logits": rows.base,
-            "target": target,
-            **_class_weight(options, target),
-            "lse": lse,
-            "grad_loss": grad_loss,
-            "out": written.base,
-            "V": vocab,
-            "phase": rows.phase,
-            "out_phase": written.phase,
-            "row_stride": rows.row_stride,
-            "column_stride": rows.column_stride,
-            "target_stride": target.stride(0),
-            "grad_loss_stride": grad_loss.stride(0),
-            "out_row_stride": written.row_stride,
-            "out_column_stride": written.column_stride,
-            "ignore_index": options.ignore_index,
-            "label_smoothing": options.label_smoothing,
-            "z_loss": options.z_loss,
-            "softcap": options.softcap or 0.0,
-        },
-        {
-            **_flags(options),
-            "ACC": tl.float64 if logits.dtype == torch.float64 else tl.float32,
-            "PLACES": rule.places,
-            "GRANULE": rows.granule,
-            "UNIT_STRIDE": rows.unit_stride,
-            "SAME_LAYOUT": rows.same_layout(written),
-            "SOFTCAP": options.softcap is not None,
-        },
+        (n, -(-(vocab + constants["GRANULE"] - 1) // rule.places)),
+        {**arguments, "lse": lse},
+        {**constants, "PLACES": rule.places},
         launch.options(device, rule.num_warps),
     )
+
+
+def cross_entropy_with_gradient(
+    logits: Tensor, target: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy_forward` and `cross_entropy_backward` in one read of the logits; `out` may be the logits."""
+    n, vocab = logits.shape
+    results = _loss_outputs(logits)
+    if n == 0:
+        return results
+    device = launch.device_of(logits)
+    shape = geometry(vocab)
+    segments = shape.segments(vocab)
+    arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
+    rule = launch.rows_fused(device, shape.lanes, segments, vocab, _load(logits, options, False))
+    loss, lse, faults = results
+    launch.run(
+        rows_fused,
+        (n,),
+        {**arguments, "loss_out": loss, "lse_out": lse, "faults": faults},
+        {
+            **constants,
+            "LANES": shape.lanes,
+            "TILES": shape.tiles,
+            "ABREAST": rule.abreast,
+            "ROUNDS": triton.next_power_of_2(-(-segments // rule.abreast)),
+            "STAGES": rule.stages,
+            "PLACES": rule.places,
+        },
+        launch.options(device, rule.num_warps, rule.max_registers),
+    )
+    return results

@@ -145,7 +145,21 @@ class RowsForward:
     num_warps: int
     programs: int  # a row
     segments: int  # a program
+    stages: int  # windows being loaded ahead
     max_registers: int  # a thread; 0: as the compiler likes
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the options ask of a kernel over logits."""
+
+    itemsize: int
+    plain: bool  # no class weights, no smoothing, no softcap, no entropy
+    heavy: bool  # a class weight to load for every logit
+
+
+def _power_of_2(x: int, at_least: int = 32) -> int:
+    return max(at_least, 1 << (x - 1).bit_length())
 
 
 def _warps(places: int, itemsize: int, device: Device, at_most: int) -> int:
@@ -154,18 +168,29 @@ def _warps(places: int, itemsize: int, device: Device, at_most: int) -> int:
     return max(1, threads // device.warp_size)
 
 
-def rows_forward(device: Device, lanes: int, segments: int, itemsize: int, rows: int, plain: bool) -> RowsForward:
-    """128 threads (bfloat16) and 96 registers: 5 programs resident, 4 loads of 16 bytes in flight a thread, 40 KiB.
+def _window_warps(lanes: int, load: Load, device: Device) -> int:
+    """Warps that fold one window. A class weight for every logit doubles what a thread keeps: half as many a thread."""
+    return _warps(lanes, 4 if load.heavy else load.itemsize, device, 256)
+
+
+def _registers(load: Load) -> int:
+    """128 keep 16 warps resident. Where that spills, as many as there are: left alone, the assembler would spill."""
+    return 128 if load.plain and load.itemsize <= 4 else 255
+
+
+def rows_forward(device: Device, lanes: int, segments: int, load: Load, rows: int) -> RowsForward:
+    """128 threads (half precision) or 256, at most 128 registers: 16 warps resident, two windows of 8 or 16 KiB in
+    flight for each program while it folds a third: 64 KiB a multiprocessor.
 
     A row is shared by several programs while there are fewer than 8 waves of them, so that the last, partly filled
     wave costs at most an eighth.
     """
-    slots = 8 * 5 * device.multiprocessors
-    share = min(segments, max(1, rows * segments // slots))
+    slots = 8 * 4 * device.multiprocessors
     choice = {
-        "num_warps": _warps(lanes, itemsize, device, 256),
-        "segments": share,
-        "max_registers": 96 if plain and lanes == 1024 and device.kind == "cuda" else 0,
+        "num_warps": _window_warps(lanes, load, device),
+        "segments": min(segments, max(1, rows * segments // slots)),
+        "stages": 3,
+        "max_registers": _registers(load),
         **_overrides.get("rows_forward", {}),
     }
     return RowsForward(programs=-(-segments // choice["segments"]), **choice)
@@ -179,9 +204,38 @@ class RowsBackward:
 
 def rows_backward(device: Device, vocab: int, itemsize: int) -> RowsBackward:
     """256 threads a program, 2 loads of 16 bytes each: nothing is kept, so occupancy alone covers the latency."""
-    places = min(256 * 2 * 16 // itemsize, max(32, 1 << (vocab + 15).bit_length()))
+    places = min(256 * 2 * 16 // itemsize, _power_of_2(vocab + 15))
     choice = {"num_warps": _warps(places // 2, itemsize, device, 256), "places": places}
     return RowsBackward(**{**choice, **_overrides.get("rows_backward", {})})
+
+
+@dataclass(frozen=True)
+class RowsFused:
+    num_warps: int
+    abreast: int  # segments at a time
+    stages: int  # windows being loaded ahead, and the one in use
+    places: int  # of a row written at a time
+    max_registers: int
+
+
+def rows_fused(device: Device, lanes: int, segments: int, vocab: int, load: Load) -> RowsFused:
+    """512 threads a multiprocessor: one program if two rows each would overfill half of L2, else two.
+
+    Half, because what is being written needs room as well. With options 512 threads would spill: 256, whatever L2.
+    """
+    overfull = 2 * device.multiprocessors * vocab * load.itemsize > device.l2_bytes // 2
+    window = _window_warps(lanes, load, device)
+    widest = max(1, (512 if overfull and load.plain else 256) // device.warp_size // window)
+    abreast = min(widest, _power_of_2(segments, at_least=1))
+    choice = {
+        "num_warps": window * abreast,
+        "abreast": abreast,
+        "stages": 3,
+        "places": min(window * abreast * device.warp_size * 16 // load.itemsize, _power_of_2(vocab + 15)),
+        "max_registers": _registers(load),
+        **_overrides.get("rows_fused", {}),
+    }
+    return RowsFused(**choice)
 
 
 def options(device: Device, num_warps: int, max_registers: int = 0, **more: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fold import SPARE, capped, fold_window, merge_segments, row_entropy, row_log_sum_exp
+from .fold import SPARE, capped, fold_window, load_window, merge_segments, row_entropy, row_log_sum_exp
 from .numerics import INF, MINUS_INF, exp
 
 
@@ -40,7 +40,7 @@ def finish_row(
     CORRECT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Row results from the fold; writes everything a row has, ignored and faulty rows included."""
+    """Row results from the fold; writes everything a row has, ignored and faulty rows included. -> lse"""
     ignored = target == ignore_index
     known = (target >= 0) & (target < V)
     nll, lse, bad = row_log_sum_exp(top, sums, z_target)
@@ -71,6 +71,7 @@ def finish_row(
         tl.store(entropy_out + row, tl.where(ignored, 0.0, tl.where(bad, float("nan"), entropy)))
     # An integer count: the same in whatever order rows add to it.
     tl.atomic_add(faults, 1, mask=faulty, sem="relaxed")
+    return lse
 
 
 @triton.jit
@@ -113,6 +114,7 @@ def fold_row(
     SMOOTHED: tl.constexpr,
     CORRECT: tl.constexpr,
     ENTROPY: tl.constexpr,
+    STAGES: tl.constexpr,
     EVICT: tl.constexpr,
 ):
     """Segments [first, last) of a row, ABREAST at a time in at most ROUNDS: merged, or (SPLIT) each to `parts`."""
@@ -124,7 +126,7 @@ def fold_row(
     spreads = sums
     totals = sums
     befores = tops
-    for at in range(first, last, ABREAST):
+    for at in tl.range(first, last, ABREAST, num_stages=STAGES):
         segment = at + abreast
         column = segment * SEGMENT
         columns = tl.where(segment < last, tl.minimum(tl.maximum(V - column, 0), SEGMENT), 0)
@@ -132,19 +134,21 @@ def fold_row(
             window = start + column
         else:
             window = start + column.to(tl.int64) * column_stride
+        raw = load_window(window, column_stride, shift, columns, LANES, TILES, GRANULE, UNIT_STRIDE, EVICT)
         weights = class_weight + column
-        # A full window reads SPARE places past its segment: they must exist.
-        masked = (at + ABREAST > last) | ((at + ABREAST) * SEGMENT + SPARE > V)
-        masked = masked | ((hole >= at * SEGMENT) & (hole < (at + ABREAST) * SEGMENT))
-        if masked:
+        if (
+            (at + ABREAST > last)
+            | ((at + ABREAST) * SEGMENT > V)
+            | ((hole >= at * SEGMENT) & (hole < (at + ABREAST) * SEGMENT))
+        ):
             top, sum_e, spread, total, before = fold_window(
-                window, column_stride, shift, columns, hole - column, softcap, weights,
-                ACC, LANES, TILES, GRANULE, UNIT_STRIDE, True, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, EVICT,
+                raw, shift, columns, hole - column, softcap, weights,
+                ACC, LANES, TILES, True, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY,
             )  # fmt: skip
         else:
             top, sum_e, spread, total, before = fold_window(
-                window, column_stride, shift, columns, hole - column, softcap, weights,
-                ACC, LANES, TILES, GRANULE, UNIT_STRIDE, False, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, EVICT,
+                raw, shift, columns, hole - column, softcap, weights,
+                ACC, LANES, TILES, False, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY,
             )  # fmt: skip
         if SPLIT:
             inside = segment < last
@@ -212,6 +216,7 @@ def rows_forward(
     SOFTCAP: tl.constexpr,
     CORRECT: tl.constexpr,
     ENTROPY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Grid (N, programs a row), `segments_per_program` segments each. SPLIT: leaves `parts` for `rows_finish`."""
     row = tl.program_id(0)
@@ -227,7 +232,7 @@ def rows_forward(
     top, sums, spread, total, before = fold_row(
         start, shift, column_stride, tl.where(known, local, -1).to(tl.int32), first, last, softcap, class_weight,
         parts + row.to(tl.int64) * segments, part_stride, V, ACC, LANES, TILES, 1, ROUNDS, GRANULE, UNIT_STRIDE, SPLIT,
-        SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, "evict_first",
+        SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, STAGES, "evict_first",
     )  # fmt: skip
     if SPLIT:
         if first == 0:

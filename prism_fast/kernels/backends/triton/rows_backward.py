@@ -16,10 +16,14 @@ from .rows import row_start
 
 
 @triton.jit
-def row_coefficients(
+def row_terms(
+    row,
     t,
     known,
+    ignored,
     lse,
+    grad_loss,
+    grad_loss_stride,
     class_weight,
     class_weight_sum,
     V,
@@ -30,11 +34,17 @@ def row_coefficients(
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
 ):
-    """-> (a, share of the target, share of every class), without the upstream gradient."""
+    """What a row's places share: lse in two parts (float32 alone would cost digits at 1000), the upstream gradient
+    (NaN for a target out of range), a, the target's extra share, every class's share."""
+    lse_high = lse.to(ACC)
+    lse_low = (lse - lse_high.to(tl.float64)).to(ACC)
+    upstream = tl.load(grad_loss + row.to(tl.int64) * grad_loss_stride).to(ACC)
+    upstream = tl.where(known | ignored, upstream, float("nan"))
     at_target = tl.full([], 1.0, ACC)
     if WEIGHTED:
         at_target = tl.load(class_weight + t, mask=known, other=0.0).to(ACC)
-    everywhere = tl.zeros([], ACC)
+    everywhere = tl.full([], 0.0, ACC)
+    slope = at_target
     if SMOOTHED:
         smoothing = tl.cast(label_smoothing, ACC)
         at_target = at_target * (1.0 - smoothing)
@@ -43,11 +53,9 @@ def row_coefficients(
             slope = at_target + everywhere * tl.load(class_weight_sum).to(ACC)
         else:
             slope = at_target + smoothing
-    else:
-        slope = at_target
     if Z_LOSS:
-        slope += 2.0 * tl.cast(z_loss, ACC) * lse.to(ACC)
-    return slope, at_target, everywhere
+        slope += 2.0 * tl.cast(z_loss, ACC) * lse_high
+    return lse_high, lse_low, upstream, slope, at_target, everywhere
 
 
 @triton.jit
@@ -68,7 +76,7 @@ def places_gradient(
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
 ):
-    """Gradient at a block of places of one row. lse comes in two parts: float32 alone would cost digits at 1000."""
+    """Gradient at a block of places of one row."""
     if SOFTCAP:
         cap = tl.cast(softcap, z.dtype)
         bent = tanh(z / cap)
@@ -122,14 +130,10 @@ def rows_backward(
     t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
     ignored = t == ignore_index
     known = (t >= 0) & (t < V) & (ignored == 0)
-    row_lse = tl.load(lse + row).to(tl.float64)
-    lse_high = row_lse.to(ACC)
-    lse_low = (row_lse - lse_high.to(tl.float64)).to(ACC)
-    slope, at_target, everywhere = row_coefficients(
-        t, known, row_lse, class_weight, class_weight_sum, V, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS
-    )
-    upstream = tl.load(grad_loss + row.to(tl.int64) * grad_loss_stride).to(ACC)
-    upstream = tl.where(known | ignored, upstream, float("nan"))
+    lse_high, lse_low, upstream, slope, at_target, everywhere = row_terms(
+        row, t, known, ignored, tl.load(lse + row).to(tl.float64), grad_loss, grad_loss_stride,
+        class_weight, class_weight_sum, V, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS,
+    )  # fmt: skip
     write_row(
         logits, out, row, tl.program_id(1), ignored, tl.where(known, t, -1).to(tl.int32),
         lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
