@@ -336,15 +336,18 @@ def test_shards_merge_to_the_whole_row(dtype):
     parts = [
         backend.token_nll_shard(logits[:, begin:end], target, -100, begin) for begin, end in ((0, 255), (255, 509))
     ]
+    # Parts leave the target out: its logit comes apart, so that small losses survive the merge.
     largest = torch.maximum(parts[0].max, parts[1].max)
     total = sum(part.sum * (part.max - largest).exp() for part in parts)
-    nll = largest + total.log() - torch.maximum(parts[0].target_logit, parts[1].target_logit)
+    z_target = torch.maximum(parts[0].target_logit, parts[1].target_logit)
+    nll = torch.logaddexp(largest - z_target + total.log(), torch.zeros((), dtype=total.dtype))
     whole = backend.token_nll(logits, target, -100, False, False).nll
     kept = target != -100
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     torch.testing.assert_close(nll[kept], whole[kept], rtol=tolerance, atol=tolerance)
     assert torch.isneginf(parts[1].target_logit[[0, 1, 5]]).all()
     assert torch.isneginf(parts[0].target_logit[[2, 3]]).all()
+    assert all(torch.stack(part)[:, 4].tolist() == [-math.inf, 0.0, -math.inf] for part in parts)
 
 
 def test_no_rows():
@@ -353,3 +356,163 @@ def test_no_rows():
     scores = backend.token_nll(logits, target, -100, True, True)
     loss, gradient, faults = loss_and_gradient(logits, target, LossOptions(), torch.empty(0))
     assert scores.nll.shape == loss.shape == (0,) and gradient.shape == (0, SHORT) and faults.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [SHORT, 4200])
+def test_loss_and_gradient_in_one_read_equal_the_two_passes(dtype, vocab):
+    """Bit for bit, with and without options, beside the logits and over them; segments one or two at a time."""
+    logits, target = make_logits(4, vocab, dtype), torch.tensor([1, -100, vocab, vocab - 1])
+    grad_loss = torch.tensor([1.0, 1.0, 1.0, -3.0])
+    every = LossOptions(label_smoothing=0.125, z_loss=2**-8, softcap=30.0, class_weight=torch.rand(vocab))
+    for options in (LossOptions(), every):
+        loss, gradient, _ = loss_and_gradient(logits, target, options, grad_loss, torch.empty_like(logits))
+        kept = target != vocab  # NaN, but not always the same NaN
+        for abreast in (1, 2):
+            for out in (torch.full_like(logits, math.nan), logits.clone()):
+                given = out if abreast == 2 else logits
+                given.copy_(logits)
+                with launch.override("rows_fused", abreast=abreast):
+                    fused, _, faults = backend.cross_entropy_forward_backward(given, target, grad_loss, options, out)
+                assert faults.item() == 1 and fused[2].isnan() and out[2].isnan().all()
+                assert same_bits(fused[kept], loss[kept]) and same_bits(out[kept], gradient[kept])
+
+
+def make_head(n: int, size: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((n, size), (vocab, size), (vocab,))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def linear_reference(inputs: list[Tensor], target: Tensor, grad_loss: Tensor, options: LossOptions, dtype):
+    hidden, weight, bias = (tensor.clone().to(dtype).requires_grad_() for tensor in inputs)
+    loss = reference(hidden @ weight.T + bias, target, options, dtype)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias), grad_loss.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("chosen", ["plain", "softcap", "all"])
+def test_loss_and_gradients_from_hidden_states_equal_float64(dtype, chosen):
+    """Several tiles each way, ragged ones at every edge; upstream gradients of every sign (K1)."""
+    n, size, vocab = 21, 24, 300
+    inputs = make_head(n, size, vocab, dtype)
+    target = torch.arange(n) * 14
+    target[3], target[20] = -100, vocab - 1
+    grad_loss = torch.arange(-10.0, 11.0) / 7
+    options = {
+        "plain": LossOptions(),
+        "softcap": LossOptions(softcap=30.0),
+        "all": LossOptions(label_smoothing=0.125, z_loss=2**-8, softcap=30.0, class_weight=torch.rand(vocab)),
+    }[chosen]
+    loss, lse, faults, *grads = backend.linear_cross_entropy_forward_backward(
+        *inputs, target, grad_loss, options, 2, (True, True, True)
+    )
+    exact, *exact_grads = linear_reference(inputs, target, grad_loss, options, torch.float64)
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    torchs = linear_reference(inputs, target, grad_loss, options, accumulator)[0]
+    assert_as_good_as_torch(loss, exact, torchs, 1e-12 if dtype == torch.float64 else 2**-21)
+    assert faults.item() == 0 and loss[3] == 0
+    # What is stored in half precision is rounded twice: the logits' gradient, then the product.
+    unit = {torch.float64: 1e-12, torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == dtype
+        assert (grad.double() - exact_grad).abs().max() <= 2 * unit * exact_grad.abs().max()
+    assert not grads[0][3].any(), "an ignored row has no gradient"
+    again = backend.linear_cross_entropy_backward(*inputs, target, lse, grad_loss, options, 2, (False, True, False))
+    assert again[0] is None and again[2] is None and same_bits(again[1], grads[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_from_hidden_states(dtype):
+    hidden, weight, bias = make_head(19, 24, 270, dtype)
+    target = torch.arange(19) * 15
+    target[4], target[5], target[18] = -100, 270, 3
+    hidden[6] = math.nan
+    scores = backend.linear_token_nll(hidden, weight, bias, target, -100, True, True)
+    logits = hidden.float() @ weight.float().T + bias.float()
+    whole = backend.token_nll(logits, target, -100, True, True)
+    assert scores.faults.item() == whole.faults.item() == 2
+    for a, b in zip(scores[:4], whole[:4], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_head_gradient_does_not_degrade_with_chunks():
+    """K5: the error of dW does not grow from 1 chunk to many; in fact no bit of it changes."""
+    hidden, weight, bias = make_head(64, 32, 96, torch.bfloat16)
+    target, grad_loss, options = torch.arange(64), torch.ones(1).expand(64), LossOptions()
+    _, lse, _ = backend.linear_cross_entropy_forward(hidden, weight, bias, target, options, 0)
+    first, *others = (
+        backend.linear_cross_entropy_backward(
+            hidden, weight, bias, target, lse, grad_loss, options, chunk, (False, True, True)
+        )
+        for chunk in (64, 32, 16)
+    )
+    for other in others:
+        assert same_bits(first[1], other[1]) and same_bits(first[2], other[2])
+
+
+def test_constant_bias_changes_nothing():
+    """K16: a constant on every logit; NLL unchanged and never negative."""
+    hidden, weight, _ = make_head(16, 32, 200, torch.bfloat16)
+    target = torch.arange(16)
+    plain = backend.linear_token_nll(hidden, weight, None, target, -100, False, False).nll
+    moved = backend.linear_token_nll(
+        hidden, weight, torch.full((200,), 8.0, dtype=torch.bfloat16), target, -100, False, False
+    ).nll
+    torch.testing.assert_close(plain, moved, rtol=2e-6, atol=2e-6)
+    assert (plain >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_rows_from_hidden_states(dtype):
+    """K13: no loss, no fault, gradients of zeros."""
+    hidden, weight, bias = make_head(0, 8, 16, dtype)
+    target, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    loss, _, faults, *grads = backend.linear_cross_entropy_forward_backward(
+        hidden, weight, bias, target, nothing, LossOptions(), 0, (True, True, True)
+    )
+    assert loss.shape == (0,) and faults.item() == 0
+    assert [tuple(grad.shape) for grad in grads] == [(0, 8), (16, 8), (16,)] and not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_scaled_where_the_factor_is_not_one(dtype):
+    """A row times 1 is not touched (it may hold NaN patterns), the rest is; padding between rows keeps its bits."""
+    room = make_logits(4, 150, dtype)
+    before = room.clone()
+    backend.scale_rows(room[:, 7:138], torch.tensor([1.0, 0.5, -2.0, 0.0]))
+    for row, factor in ((1, 0.5), (2, -2.0), (3, 0.0)):
+        before[row, 7:138] *= factor
+    assert torch.equal(room, before) and same_bits(room[0], before[0])
+
+
+@pytest.mark.parametrize("n", [0, 1, 5000])
+def test_sum_of_rows_is_exact_to_its_last_rounding(n):
+    values = make_logits(1, max(n, 1), torch.float32)[0, :n]
+    assert backend.sum_rows(values).item() == values.double().sum().float().item()
+
+
+def test_code_length_of_a_batch():
+    """K28: one mask for loss and bytes; special, ignored, unknown and broken targets, each in its own column."""
+    generator = torch.Generator().manual_seed(0)
+    token_bytes = torch.randint(0, 6, (50,), generator=generator, dtype=torch.int32)
+    nll = torch.rand(3, 700, generator=generator) * 10
+    target = torch.randint(0, 50, (3, 700), generator=generator)
+    target[0, 5], target[1, 6], target[2, 7], nll[0, 9], nll[1, 10] = -100, 50, -3, math.nan, math.inf
+    sums = backend.batch_code_length(nll, target, token_bytes, 7.5, -100).tolist()
+    expected = [0.0] * 6
+    for loss, t in zip(nll.flatten().tolist(), target.flatten().tolist(), strict=True):
+        if t == -100:
+            continue
+        if not 0 <= t < 50:
+            expected[5] += 1
+            continue
+        if not math.isfinite(loss):
+            loss, expected[5] = 7.5, expected[5] + 1
+        text = token_bytes[t].item() > 0
+        expected[0 if text else 1] += loss
+        expected[2] += token_bytes[t].item()
+        expected[3 if text else 4] += 1
+    assert sums[2:] == expected[2:] and sums[:2] == pytest.approx(expected[:2], rel=1e-14)
+    wide = torch.nn.functional.pad(nll, (0, 400)), torch.nn.functional.pad(target, (0, 400), value=-100)
+    assert backend.batch_code_length(*wide, token_bytes, 7.5, -100).tolist() == sums, "padding changes no bit"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from .numerics import INF, MINUS_INF, count, exp, log1p_unit, softplus, tanh
+from prism_fast.kernels.backends.triton.numerics import INF, MINUS_INF, count, exp, log1p_unit, softplus, tanh
 
 # Sums of a segment are at most 2**12 (its columns, each at most 1), so a unit of 2**-49 fills 61 bits.
 SEGMENT_UNIT = tl.constexpr(2.0**49)
@@ -97,6 +97,7 @@ def fold_window(
     shift,
     columns,
     hole,
+    reference,
     softcap,
     class_weight,
     ACC: tl.constexpr,
@@ -111,8 +112,8 @@ def fold_window(
 ):
     """U segments at once -> their (max, sum, spread, total, before), each [U], the column `hole` left out.
 
-    MASKED: a window is not full, or holds the hole. spread is sum (z - max) e^(z - max), total is sum w z, before is
-    the largest logit left of the hole; each is only right under its flag.
+    MASKED: a window is not full, or holds the hole. spread is sum (z - max) e^(z - max), total is
+    sum w (z - reference), before is the largest logit left of the hole; each is only right under its flag.
     """
     lane = tl.arange(0, LANES)[None, :]
     z = ()
@@ -132,9 +133,9 @@ def fold_window(
             if i == TILES - 1:
                 inside = inside & (column < LANES * TILES - SPARE)
         if SUMMED:
-            term = x
+            term = x - reference
             if WEIGHTED:
-                term = x * tl.load(class_weight[:, None] + column, mask=inside, other=0.0).to(ACC)
+                term *= tl.load(class_weight[:, None] + column, mask=inside, other=0.0).to(ACC)
             total += tl.where(inside, term, 0.0)
         if MASKED or i == 0 or i == TILES - 1:
             x = tl.where(inside, x, MINUS_INF)
@@ -236,4 +237,5 @@ def row_entropy(top, sums, spread, z_target):
     target_down = tl.maximum(z_target - largest, -1000.0)
     target_share = exp(target_down)
     everything = sums * share + target_share
-    return tl.log(everything) - ((spread + down * sums) * share + target_down * target_share) / everything
+    entropy = tl.log(everything) - ((spread + down * sums) * share + target_down * target_share) / everything
+    return tl.maximum(entropy, 0.0)

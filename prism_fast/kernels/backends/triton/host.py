@@ -1,4 +1,7 @@
-"""Backend functions: outputs made, flags derived from options in one place, kernels launched. Nothing synchronises."""
+"""Backend functions on logits: outputs made, flags derived from options in one place, kernels launched.
+
+Nothing here synchronises with the device.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import LossOptions, RowNll, RowShard
-from . import launch
-from .fold import Geometry, geometry
-from .rows import rows_finish, rows_finish_shard, rows_forward
-from .rows_backward import rows_backward
-from .rows_fused import rows_fused
+from prism_fast.kernels.backends import LossOptions, RowNll, RowShard
+from prism_fast.kernels.backends.torch import accumulation_dtype
+from prism_fast.kernels.backends.triton import launch, sums
+from prism_fast.kernels.backends.triton.fold import geometry
+from prism_fast.kernels.backends.triton.rows import rows_finish, rows_finish_shard, rows_forward
+from prism_fast.kernels.backends.triton.rows_backward import rows_backward
+from prism_fast.kernels.backends.triton.rows_fused import rows_fused
+from prism_fast.kernels.backends.triton.rows_scale import rows_scale
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Rows:
+class Rows:
     """A [N, V] tensor as the kernels address it: from a 16-byte boundary, when columns are neighbours."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -34,21 +35,115 @@ class _Rows:
         self.phase = phase if phase <= tensor.storage_offset() else 0
         self.base = tensor
         if self.phase:
-            start = tensor.storage_offset() - self.phase
-            self.base = tensor.as_strided(tensor.shape, tensor.stride(), start)
+            self.base = tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.phase)
 
-    def same_layout(self, other: _Rows) -> bool:
+    def same_layout(self, other: Rows) -> bool:
         if not (self.unit_stride and other.unit_stride and self.granule == other.granule):
             return False
         return self.phase == other.phase and (self.row_stride - other.row_stride) % self.granule == 0
 
 
-def _flags(options: LossOptions) -> dict[str, Any]:
+class Scores:
+    """Per-row outputs of a forward pass, and the parts that programs leave for them."""
+
+    def __init__(self, like: Tensor, n: int, *, lse: torch.dtype, correct: bool = False, entropy: bool = False) -> None:
+        self.accumulator = accumulation_dtype(like.dtype)
+        self._device = like.device
+        self.loss = torch.empty(n, dtype=self.accumulator, device=like.device)
+        self.lse = torch.empty(n, dtype=lse, device=like.device)
+        self.correct = torch.empty(n, dtype=torch.bool, device=like.device) if correct else None
+        self.entropy = torch.empty_like(self.loss) if entropy else None
+        self.faults = torch.zeros(1, dtype=torch.int32, device=like.device)
+
+    def row_nll(self) -> RowNll:
+        return RowNll(self.loss, self.lse, self.correct, self.entropy, self.faults)
+
+    def arguments(self, target: Tensor, options: LossOptions, vocab: int) -> dict[str, Any]:
+        """What `finish_row` takes, but the parts."""
+        return {
+            "target": target,
+            **class_weight(options, target),
+            "loss_out": self.loss,
+            "lse_out": self.lse,
+            "correct_out": target if self.correct is None else self.correct,
+            "entropy_out": target if self.entropy is None else self.entropy,
+            "faults": self.faults,
+            "V": vocab,
+            "ignore_index": options.ignore_index,
+            "label_smoothing": options.label_smoothing,
+            "z_loss": options.z_loss,
+        }
+
+    def constants(self, options: LossOptions) -> dict[str, Any]:
+        return {**flags(options), "CORRECT": self.correct is not None, "ENTROPY": self.entropy is not None}
+
+
+class Parts:
+    """Scratch of rows that several programs share: [5, N, segments] and the target's logit [N]."""
+
+    def __init__(self, like: Tensor, n: int, segments: int) -> None:
+        accumulator = accumulation_dtype(like.dtype)
+        self.segments = segments
+        self.table = torch.empty((5, n, segments), dtype=accumulator, device=like.device)
+        self.target_logit = torch.empty(n, dtype=accumulator, device=like.device)
+
+    def arguments(self, first: int = 0) -> dict[str, Any]:
+        return {
+            "parts": self.table[:, :, first:] if first else self.table,
+            "part_stride": self.table.stride(0),
+            "target_logit": self.target_logit,
+        }
+
+    def finish(self, scores: Scores, target: Tensor, options: LossOptions, vocab: int, *, relative: bool) -> None:
+        launch.run(
+            rows_finish,
+            (len(target),),
+            {**scores.arguments(target, options, vocab), **self.arguments(), "segments": self.segments},
+            {
+                **scores.constants(options),
+                "PARTS": triton.next_power_of_2(self.segments),
+                "RELATIVE": relative,
+            },
+            launch.options(launch.device_of(target), 1),
+        )
+
+    def finish_shard(self, shard: RowShard, target: Tensor, ignore_index: int) -> None:
+        launch.run(
+            rows_finish_shard,
+            (len(target),),
+            {
+                **self.arguments(),
+                "target": target,
+                "max_out": shard.max,
+                "sum_out": shard.sum,
+                "target_out": shard.target_logit,
+                "segments": self.segments,
+                "ignore_index": ignore_index,
+            },
+            {"PARTS": triton.next_power_of_2(self.segments)},
+            launch.options(launch.device_of(target), 1),
+        )
+
+
+def flags(options: LossOptions) -> dict[str, bool]:
     return {
         "WEIGHTED": options.class_weight is not None,
         "SMOOTHED": options.label_smoothing != 0.0,
         "Z_LOSS": options.z_loss != 0.0,
     }
+
+
+def class_weight(options: LossOptions, unused: Tensor) -> dict[str, Tensor]:
+    weight = options.class_weight
+    if weight is None:
+        return {"class_weight": unused, "class_weight_sum": unused}
+    # Only smoothing needs the sum, and only of the classes it smooths over.
+    total = weight.sum(dtype=torch.float64) if options.label_smoothing != 0.0 else unused
+    return {"class_weight": weight, "class_weight_sum": total}
+
+
+def accumulator_type(tensor: Tensor) -> tl.dtype:
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
 def _load(logits: Tensor, options: LossOptions, entropy: bool) -> launch.Load:
@@ -57,138 +152,102 @@ def _load(logits: Tensor, options: LossOptions, entropy: bool) -> launch.Load:
     return launch.Load(logits.element_size(), plain=plain, heavy=smoothed and weighted)
 
 
-def _class_weight(options: LossOptions, unused: Tensor) -> dict[str, Tensor]:
-    weight = options.class_weight
-    if weight is None:
-        return {"class_weight": unused, "class_weight_sum": unused}
-    weight = weight.contiguous()
-    # Only smoothing needs the sum, and only of the classes it smooths over.
-    total = weight.sum(dtype=torch.float64) if options.label_smoothing != 0.0 else unused
-    return {"class_weight": weight, "class_weight_sum": total}
-
-
-def _fold_rows(
-    logits: Tensor, target: Tensor, options: LossOptions, out: dict[str, Tensor], *, correct: bool, entropy: bool,
-    shard: RowShard | None = None, vocab_start: int = 0,
-) -> None:  # fmt: skip
-    """One read of the logits; fills `out` (loss, lse, correct, entropy, faults), or `shard`."""
+def fold_rows(
+    logits: Tensor,
+    target: Tensor,
+    options: LossOptions,
+    scores: Scores,
+    *,
+    parts: Parts | None = None,
+    first_part: int = 0,
+    vocab_start: int = 0,
+    fresh: bool = True,
+    relative: bool = True,
+) -> None:
+    """One read of the logits. Fills `scores`; or, with `parts`, those segments of them only."""
     n, vocab = logits.shape
-    if n == 0:
-        return
     device = launch.device_of(logits)
-    shape: Geometry = geometry(vocab)
+    shape = geometry(vocab)
     segments = shape.segments(vocab)
-    rows = _Rows(logits)
-    flags = {**_flags(options), "CORRECT": correct, "ENTROPY": entropy}
-    rule = launch.rows_forward(device, shape.lanes, segments, _load(logits, options, entropy), n)
-    split = rule.programs > 1 or shard is not None
-    accumulator = _accumulator(logits.dtype)
-    unused = target
-    parts, target_logit = unused, unused
-    if split:
-        parts = torch.empty((5, n, segments), dtype=accumulator, device=logits.device)
-        target_logit = torch.empty(n, dtype=accumulator, device=logits.device)
-    finish: dict[str, Any] = {
-        "target": target,
-        "target_stride": target.stride(0),
-        "parts": parts,
-        "part_stride": n * segments,
-        "target_logit": target_logit,
-        "ignore_index": options.ignore_index,
-    }
-    results = {
-        **_class_weight(options, unused),
-        **{f"{key}_out": out.get(key, unused) for key in ("loss", "lse", "correct", "entropy")},
-        "faults": out.get("faults", unused),
-        "label_smoothing": options.label_smoothing,
-        "z_loss": options.z_loss,
-        "V": vocab,
-    }
+    rows = Rows(logits)
+    rule = launch.rows_forward(device, shape.lanes, segments, _load(logits, options, scores.entropy is not None), n)
+    own = Parts(logits, n, segments) if parts is None and rule.programs > 1 else None
+    used = parts or own
+    nothing = {"parts": scores.loss, "part_stride": 0, "target_logit": scores.loss}
+    arguments = scores.arguments(target, options, vocab)
+    if options.class_weight is not None:
+        arguments["class_weight"] = options.class_weight[vocab_start:]
     launch.run(
         rows_forward,
         (n, rule.programs),
         {
-            **finish,
-            **results,
+            **arguments,
+            **(nothing if used is None else used.arguments(first_part)),
+            "part_row_stride": 0 if used is None else used.segments,
             "logits": rows.base,
             "phase": rows.phase,
             "row_stride": rows.row_stride,
             "column_stride": rows.column_stride,
             "vocab_start": vocab_start,
+            "fresh": int(fresh),
             "segments_per_program": rule.segments,
             "softcap": options.softcap or 0.0,
         },
         {
-            **flags,
-            "ACC": tl.float64 if accumulator == torch.float64 else tl.float32,
+            **scores.constants(options),
+            "ACC": accumulator_type(logits),
             "LANES": shape.lanes,
             "TILES": shape.tiles,
             "ROUNDS": triton.next_power_of_2(rule.segments),
             "GRANULE": rows.granule,
             "UNIT_STRIDE": rows.unit_stride,
-            "SPLIT": split,
+            "SPLIT": used is not None,
+            "RELATIVE": relative,
             "STAGES": rule.stages,
             "SOFTCAP": options.softcap is not None,
         },
         launch.options(device, rule.num_warps, rule.max_registers),
     )
-    constants = {"PARTS": triton.next_power_of_2(segments)}
-    if shard is not None:
-        outputs = {"max_out": shard.max, "sum_out": shard.sum, "target_out": shard.target_logit}
-        arguments = {**finish, **outputs, "segments": segments}
-        launch.run(rows_finish_shard, (n,), arguments, constants, launch.options(device, 1))
-    elif split:
-        arguments = {**finish, **results, "segments": segments}
-        launch.run(rows_finish, (n,), arguments, {**constants, **flags}, launch.options(device, 1))
+    if own is not None:
+        own.finish(scores, target, options, vocab, relative=relative)
 
 
 def token_nll(logits: Tensor, target: Tensor, ignore_index: int, with_correct: bool, with_entropy: bool) -> RowNll:
-    n = logits.shape[0]
-    accumulator = _accumulator(logits.dtype)
-    device = logits.device
-    result = RowNll(
-        nll=torch.empty(n, dtype=accumulator, device=device),
-        lse=torch.empty(n, dtype=accumulator, device=device),
-        correct=torch.empty(n, dtype=torch.bool, device=device) if with_correct else None,
-        entropy=torch.empty(n, dtype=accumulator, device=device) if with_entropy else None,
-        faults=torch.zeros(1, dtype=torch.int32, device=device),
-    )
-    out = {key: value for key, value in zip(("loss", *RowNll._fields[1:]), result, strict=True) if value is not None}
-    options = LossOptions(ignore_index=ignore_index)
-    _fold_rows(logits, target, options, out, correct=with_correct, entropy=with_entropy)
-    return result
+    lse = accumulation_dtype(logits.dtype)
+    scores = Scores(logits, len(logits), lse=lse, correct=with_correct, entropy=with_entropy)
+    if len(logits):
+        fold_rows(logits, target, LossOptions(ignore_index=ignore_index), scores)
+    return scores.row_nll()
 
 
 def token_nll_shard(logits: Tensor, target: Tensor, ignore_index: int, vocab_start: int) -> RowShard:
-    shard = RowShard(*(torch.empty(len(logits), dtype=_accumulator(logits.dtype), device=logits.device) for _ in "123"))
+    n, vocab = logits.shape
     options = LossOptions(ignore_index=ignore_index)
-    _fold_rows(logits, target, options, {}, correct=False, entropy=False, shard=shard, vocab_start=vocab_start)
+    scores = Scores(logits, n, lse=torch.float64)
+    shard = RowShard(scores.loss, torch.empty_like(scores.loss), torch.empty_like(scores.loss))
+    if n:
+        parts = Parts(logits, n, geometry(vocab).segments(vocab))
+        fold_rows(logits, target, options, scores, parts=parts, vocab_start=vocab_start)
+        parts.finish_shard(shard, target, ignore_index)
     return shard
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """lse is float64: the gradient subtracts it, and float32 would cost digits where logits are large."""
-    loss, lse, faults = _loss_outputs(logits)
-    out = {"loss": loss, "lse": lse, "faults": faults}
-    _fold_rows(logits, target, options, out, correct=False, entropy=False)
-    return loss, lse, faults
-
-
-def _loss_outputs(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    n, device = logits.shape[0], logits.device
-    loss = torch.empty(n, dtype=_accumulator(logits.dtype), device=device)
-    return loss, torch.empty(n, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    scores = Scores(logits, len(logits), lse=torch.float64)
+    if len(logits):
+        fold_rows(logits, target, options, scores)
+    return scores.loss, scores.lse, scores.faults
 
 
 def _gradient_arguments(
     logits: Tensor, target: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments and constants of the kernels that write a gradient."""
-    rows, written = _Rows(logits), _Rows(out)
+    rows, written = Rows(logits), Rows(out)
     arguments = {
         "logits": rows.base,
         "target": target,
-        **_class_weight(options, target),
+        **class_weight(options, target),
         "grad_loss": grad_loss,
         "out": written.base,
         "V": logits.shape[1],
@@ -196,7 +255,6 @@ def _gradient_arguments(
         "out_phase": written.phase,
         "row_stride": rows.row_stride,
         "column_stride": rows.column_stride,
-        "target_stride": target.stride(0),
         "grad_loss_stride": grad_loss.stride(0),
         "out_row_stride": written.row_stride,
         "out_column_stride": written.column_stride,
@@ -206,8 +264,8 @@ def _gradient_arguments(
         "softcap": options.softcap or 0.0,
     }
     constants = {
-        **_flags(options),
-        "ACC": tl.float64 if logits.dtype == torch.float64 else tl.float32,
+        **flags(options),
+        "ACC": accumulator_type(logits),
         "GRANULE": rows.granule,
         "UNIT_STRIDE": rows.unit_stride,
         "SAME_LAYOUT": rows.same_layout(written),
@@ -216,42 +274,53 @@ def _gradient_arguments(
     return arguments, constants
 
 
-def cross_entropy_backward(
-    logits: Tensor, target: Tensor, lse: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
+def write_gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    options: LossOptions,
+    out: Tensor,
+    vocab: int,
+    vocab_start: int,
 ) -> None:
-    n, vocab = logits.shape
-    if n == 0:
-        return
+    """`cross_entropy_backward` for classes vocab_start, vocab_start + 1, ... of `vocab`."""
+    n, classes = logits.shape
     device = launch.device_of(logits)
-    rule = launch.rows_backward(device, vocab, logits.element_size())
+    rule = launch.rows_backward(device, classes, logits.element_size())
     arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
     launch.run(
         rows_backward,
-        (n, -(-(vocab + constants["GRANULE"] - 1) // rule.places)),
-        {**arguments, "lse": lse},
+        (n, -(-(classes + constants["GRANULE"] - 1) // rule.places)),
+        {**arguments, "lse": lse, "vocab": vocab, "vocab_start": vocab_start},
         {**constants, "PLACES": rule.places},
         launch.options(device, rule.num_warps),
     )
 
 
-def cross_entropy_with_gradient(
+def cross_entropy_backward(
+    logits: Tensor, target: Tensor, lse: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
+) -> None:
+    if len(logits):
+        write_gradient(logits, target, lse, grad_loss, options, out, logits.shape[1], 0)
+
+
+def cross_entropy_forward_backward(
     logits: Tensor, target: Tensor, grad_loss: Tensor, options: LossOptions, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_entropy_forward` and `cross_entropy_backward` in one read of the logits; `out` may be the logits."""
     n, vocab = logits.shape
-    results = _loss_outputs(logits)
+    scores = Scores(logits, n, lse=torch.float64)
     if n == 0:
-        return results
+        return scores.loss, scores.lse, scores.faults
     device = launch.device_of(logits)
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
     rule = launch.rows_fused(device, shape.lanes, segments, vocab, _load(logits, options, False))
-    loss, lse, faults = results
     launch.run(
         rows_fused,
         (n,),
-        {**arguments, "loss_out": loss, "lse_out": lse, "faults": faults},
+        {**arguments, "loss_out": scores.loss, "lse_out": scores.lse, "faults": scores.faults},
         {
             **constants,
             "LANES": shape.lanes,
@@ -263,4 +332,63 @@ def cross_entropy_with_gradient(
         },
         launch.options(device, rule.num_warps, rule.max_registers),
     )
-    return results
+    return scores.loss, scores.lse, scores.faults
+
+
+def scale_rows(rows: Tensor, factor: Tensor) -> None:
+    n, columns = rows.shape
+    if n == 0:
+        return
+    rule = launch.rows_scale(launch.device_of(rows), columns, rows.element_size())
+    launch.run(
+        rows_scale,
+        (n,),
+        {
+            "rows": rows,
+            "factor": factor,
+            "V": columns,
+            "row_stride": rows.stride(0),
+            "column_stride": rows.stride(1),
+            "factor_stride": factor.stride(0),
+        },
+        {"PLACES": rule.places},
+        launch.options(launch.device_of(rows), rule.num_warps),
+    )
+
+
+def sum_rows(values: Tensor) -> Tensor:
+    out = torch.empty((), dtype=values.dtype, device=values.device)
+    launch.run(
+        sums.sum_rows,
+        (1,),
+        {"values": values, "out": out, "N": len(values), "stride": values.stride(0)},
+        {"LINE": launch.SUM_LINE},
+        launch.options(launch.device_of(values), launch.SUM_LINE // 256),
+    )
+    return out
+
+
+def batch_code_length(nll: Tensor, target: Tensor, token_bytes: Tensor, fault_nats: float, ignore_index: int) -> Tensor:
+    lines, width = nll.shape
+    device = launch.device_of(nll)
+    parts = torch.empty((lines, 8), dtype=torch.float64, device=nll.device)
+    out = torch.empty(6, dtype=torch.float64, device=nll.device)
+    if lines:
+        launch.run(
+            sums.code_length_rows,
+            (lines,),
+            {
+                "nll": nll,
+                "target": target,
+                "token_bytes": token_bytes,
+                "parts": parts,
+                "L": width,
+                "T": len(token_bytes),
+                "ignore_index": ignore_index,
+                "fault_nats": fault_nats,
+            },
+            {"LINE": launch.CODE_LENGTH_LINE},
+            launch.options(device, launch.CODE_LENGTH_LINE // 128),
+        )
+    launch.run(sums.code_length_finish, (1,), {"parts": parts, "out": out, "B": lines}, {}, launch.options(device, 1))
+    return out

@@ -238,6 +238,63 @@ def rows_fused(device: Device, lanes: int, segments: int, vocab: int, load: Load
     return RowsFused(**choice)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """A tile of logits: `rows` x `columns`, `depth` of the hidden size at a time, `stages` of them in shared memory."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    span_tiles: int  # a program of the forward pass
+    group: int  # row tiles that run together
+
+
+_LINEAR: dict[int | str, tuple[int, int, int, int, int]] = {
+    # One program a multiprocessor: 3 stages of 48 KiB; 128 accumulators a thread (in tensor memory on 100).
+    90: (128, 256, 64, 8, 3),
+    100: (128, 256, 64, 8, 3),
+    # 3 stages of 32 KiB of 163.
+    80: (128, 128, 64, 8, 3),
+    # 4 stages of 16 KiB: 99 KiB are all there is.
+    120: (128, 128, 32, 8, 4),
+    # 64 KiB of LDS hold one stage of 32 KiB; the next waits in registers.
+    "gfx942": (128, 128, 64, 4, 2),
+    # Several tiles of small tests.
+    "none": (16, 32, 16, 4, 1),
+}
+
+
+def linear(device: Device, hidden_size: int, itemsize: int) -> Linear:
+    """Large tiles, and as many row tiles at a time as keep their hidden states within half of L2."""
+    known = device.arch if device.arch in _LINEAR else 80 if device.kind == "cuda" else "gfx942"
+    rows, columns, depth, num_warps, num_stages = _LINEAR[known]
+    fit = max(1, device.l2_bytes // 2 // (rows * hidden_size * itemsize))
+    choice = {
+        "rows": rows,
+        "columns": columns,
+        "depth": depth,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "span_tiles": 8,
+        "group": max(8, min(64, 1 << (fit.bit_length() - 1))),
+        **_overrides.get("linear", {}),
+    }
+    return Linear(**choice)
+
+
+# Parts of the arithmetic, like `fold.geometry`: how many running sums a sum of rows has.
+SUM_LINE = 2048
+CODE_LENGTH_LINE = 512
+
+
+def rows_scale(device: Device, columns: int, itemsize: int) -> RowsBackward:
+    """256 threads, 16 bytes each: a copy."""
+    places = min(256 * 16 // itemsize, _power_of_2(columns))
+    return RowsBackward(num_warps=_warps(places, itemsize, device, 256), places=places)
+
+
 def options(device: Device, num_warps: int, max_registers: int = 0, **more: int) -> dict[str, int]:
     """Triton's launch options; the register limit exists on CUDA alone."""
     if max_registers and device.kind == "cuda":

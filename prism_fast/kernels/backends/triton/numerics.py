@@ -57,6 +57,13 @@ def tanh(x):
 
 
 @triton.jit
+def expm1(x):
+    """e**x - 1, relative error of a few ulp also near 0: 2 t / (1 - t) with t = tanh(x / 2)."""
+    half = tanh(0.5 * x)
+    return 2.0 * half / (1.0 - half)
+
+
+@triton.jit
 def count(x, UNIT: tl.constexpr):
     """x >= 0 as a whole number of UNIT-ths. Integers add exactly, so their sum is the same in any order."""
     scaled = x * UNIT

@@ -9,8 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fold import SPARE, capped, fold_window, load_window, merge_segments, row_entropy, row_log_sum_exp
-from .numerics import INF, MINUS_INF, exp
+from prism_fast.kernels.backends.triton.fold import (
+    SPARE,
+    capped,
+    fold_window,
+    load_window,
+    merge_segments,
+    row_entropy,
+    row_log_sum_exp,
+)
+from prism_fast.kernels.backends.triton.numerics import INF, MINUS_INF
 
 
 @triton.jit
@@ -22,6 +30,7 @@ def finish_row(
     total,
     before,
     z_target,
+    reference,
     target,
     class_weight,
     class_weight_sum,
@@ -50,16 +59,19 @@ def finish_row(
         loss = nll * weight
     if SMOOTHED:
         smoothing = tl.cast(label_smoothing, nll.dtype)
+        # sum_v w_v (lse - z_v), all relative to `reference`; the target's own term is not in `total`.
+        beyond = z_target - reference
         if WEIGHTED:
-            total += weight * z_target
             mass = tl.load(class_weight_sum).to(nll.dtype)
+            total += weight * beyond
         else:
-            total += z_target
             mass = tl.cast(V, nll.dtype)
-        loss = (1.0 - smoothing) * loss + smoothing / V * (mass * lse.to(nll.dtype) - total)
+            total += beyond
+        loss = (1.0 - smoothing) * loss + smoothing / V * (mass * (nll + beyond) - total)
     if Z_LOSS:
         loss += tl.cast(z_loss, nll.dtype) * (lse * lse).to(nll.dtype)
     faulty = (bad | (known == 0)) & (ignored == 0)
+    lse = tl.where(faulty, float("nan"), lse)
     tl.store(loss_out + row, tl.where(ignored, 0.0, tl.where(faulty, float("nan"), loss)))
     tl.store(lse_out + row, tl.where(ignored, 0.0, lse))
     if CORRECT:
@@ -68,10 +80,20 @@ def finish_row(
         tl.store(correct_out + row, hit)
     if ENTROPY:
         entropy = row_entropy(top, sums, spread, z_target)
-        tl.store(entropy_out + row, tl.where(ignored, 0.0, tl.where(bad, float("nan"), entropy)))
+        tl.store(entropy_out + row, tl.where(ignored, 0.0, tl.where(faulty, float("nan"), entropy)))
     # An integer count: the same in whatever order rows add to it.
     tl.atomic_add(faults, 1, mask=faulty, sem="relaxed")
     return lse
+
+
+@triton.jit
+def smoothing_reference(z_target, RELATIVE: tl.constexpr):
+    """What the logits of a row are summed relative to: a large common offset must cost the sum no digit."""
+    if RELATIVE:
+        reference = tl.where(tl.abs(z_target) < INF, z_target, 0.0)
+    else:
+        reference = tl.zeros_like(z_target)
+    return reference
 
 
 @triton.jit
@@ -94,6 +116,7 @@ def fold_row(
     shift,
     column_stride,
     hole,
+    reference,
     first,
     last,
     softcap,
@@ -142,12 +165,12 @@ def fold_row(
             | ((hole >= at * SEGMENT) & (hole < (at + ABREAST) * SEGMENT))
         ):
             top, sum_e, spread, total, before = fold_window(
-                raw, shift, columns, hole - column, softcap, weights,
+                raw, shift, columns, hole - column, reference, softcap, weights,
                 ACC, LANES, TILES, True, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY,
             )  # fmt: skip
         else:
             top, sum_e, spread, total, before = fold_window(
-                raw, shift, columns, hole - column, softcap, weights,
+                raw, shift, columns, hole - column, reference, softcap, weights,
                 ACC, LANES, TILES, False, SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY,
             )  # fmt: skip
         if SPLIT:
@@ -178,7 +201,9 @@ def fold_row(
     )
 
 
-@triton.jit(do_not_specialize=["vocab_start", "part_stride", "segments_per_program", "ignore_index"])
+@triton.jit(
+    do_not_specialize=["vocab_start", "part_stride", "part_row_stride", "segments_per_program", "fresh", "ignore_index"]
+)
 def rows_forward(
     logits,
     target,
@@ -195,10 +220,11 @@ def rows_forward(
     phase,
     row_stride,
     column_stride,
-    target_stride,
     vocab_start,
     part_stride,
+    part_row_stride,
     segments_per_program,
+    fresh,
     ignore_index,
     label_smoothing: tl.float64,
     z_loss: tl.float64,
@@ -210,6 +236,7 @@ def rows_forward(
     GRANULE: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     SPLIT: tl.constexpr,
+    RELATIVE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
@@ -218,28 +245,35 @@ def rows_forward(
     ENTROPY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (N, programs a row), `segments_per_program` segments each. SPLIT: leaves `parts` for `rows_finish`."""
+    """Grid (N, programs a row), `segments_per_program` segments each. SPLIT: leaves `parts` for `rows_finish`.
+
+    Column 0 is class `vocab_start`: for a shard, or for logits made a range of classes at a time, the first range
+    first. Those ranges have no common reference for the smoothing sum, hence not RELATIVE.
+    """
     row = tl.program_id(0)
-    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    t = tl.load(target + row).to(tl.int64)
     local = t - vocab_start
     known = (local >= 0) & (local < V) & (t != ignore_index)
     start, shift = row_start(logits, row, phase, row_stride, GRANULE, UNIT_STRIDE)
     z_target = tl.load(start + shift + local * column_stride, mask=known, other=MINUS_INF).to(ACC)
     z_target = tl.where(known, capped(z_target, softcap, SOFTCAP), MINUS_INF)
+    reference = smoothing_reference(z_target, RELATIVE)
     segments = tl.cdiv(V, LANES * TILES - SPARE)
     first = tl.program_id(1) * segments_per_program
     last = tl.where(t == ignore_index, 0, tl.minimum(first + segments_per_program, segments))
     top, sums, spread, total, before = fold_row(
-        start, shift, column_stride, tl.where(known, local, -1).to(tl.int32), first, last, softcap, class_weight,
-        parts + row.to(tl.int64) * segments, part_stride, V, ACC, LANES, TILES, 1, ROUNDS, GRANULE, UNIT_STRIDE, SPLIT,
+        start, shift, column_stride, tl.where(known, local, -1).to(tl.int32), reference,
+        first, last, softcap, class_weight, parts + row.to(tl.int64) * part_row_stride, part_stride, V,
+        ACC, LANES, TILES, 1, ROUNDS, GRANULE, UNIT_STRIDE, SPLIT,
         SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, STAGES, "evict_first",
     )  # fmt: skip
     if SPLIT:
+        # A later range of classes must not undo what an earlier one found.
         if first == 0:
-            tl.store(target_logit + row, z_target)
+            tl.store(target_logit + row, z_target, mask=known | (fresh != 0))
     else:
         finish_row(
-            row, top, sums, spread, total, before, z_target, t,
+            row, top, sums, spread, total, before, z_target, reference, t,
             class_weight, class_weight_sum, loss_out, lse_out, correct_out, entropy_out, faults,
             V, ignore_index, label_smoothing, z_loss, WEIGHTED, SMOOTHED, Z_LOSS, CORRECT, ENTROPY,
         )  # fmt: skip
@@ -280,11 +314,11 @@ def rows_finish(
     V,
     segments,
     part_stride,
-    target_stride,
     ignore_index,
     label_smoothing: tl.float64,
     z_loss: tl.float64,
     PARTS: tl.constexpr,
+    RELATIVE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
@@ -293,13 +327,14 @@ def rows_finish(
 ):
     """Grid (N,): the parts of a row, made by several programs, into its results."""
     row = tl.program_id(0)
-    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    t = tl.load(target + row).to(tl.int64)
     top, sums, spread, total, before = load_parts(
         parts, part_stride, row, segments, t != ignore_index, PARTS, ENTROPY, SMOOTHED, CORRECT
     )
     z_target = tl.load(target_logit + row)
+    reference = smoothing_reference(z_target, RELATIVE)
     finish_row(
-        row, top, sums, spread, total, before, z_target, t,
+        row, top, sums, spread, total, before, z_target, reference, t,
         class_weight, class_weight_sum, loss_out, lse_out, correct_out, entropy_out, faults,
         V, ignore_index, label_smoothing, z_loss, WEIGHTED, SMOOTHED, Z_LOSS, CORRECT, ENTROPY,
     )  # fmt: skip
@@ -315,21 +350,16 @@ def rows_finish_shard(
     target_out,
     segments,
     part_stride,
-    target_stride,
     ignore_index,
     PARTS: tl.constexpr,
 ):
     """Grid (N,): the parts of a row of one vocabulary shard into what merges with the other shards."""
     row = tl.program_id(0)
-    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    kept = tl.load(target + row) != ignore_index
     top, sums, _spread, _total, _before = load_parts(
-        parts, part_stride, row, segments, t != ignore_index, PARTS, False, False, False
+        parts, part_stride, row, segments, kept, PARTS, False, False, False
     )
-    z_target = tl.load(target_logit + row)
-    bad = (top == INF) | (z_target == INF) | (z_target != z_target)
-    largest = tl.maximum(top, z_target)
-    base = tl.where(largest == MINUS_INF, 0.0, largest)
-    everything = sums * exp(top - base) + exp(z_target - base)
-    tl.store(max_out + row, tl.where(bad, float("nan"), largest))
-    tl.store(sum_out + row, tl.where(bad, float("nan"), everything))
-    tl.store(target_out + row, z_target)
+    # The fold turns NaN into +inf, and neither has a sum.
+    tl.store(max_out + row, tl.where(top == INF, float("nan"), top))
+    tl.store(sum_out + row, tl.where(top == INF, float("nan"), sums))
+    tl.store(target_out + row, tl.load(target_logit + row))

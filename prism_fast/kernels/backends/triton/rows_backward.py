@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp, tanh
-from .rows import row_start
+from prism_fast.kernels.backends.triton.numerics import exp, expm1, tanh
+from prism_fast.kernels.backends.triton.rows import row_start
 
 
 @triton.jit
@@ -72,17 +72,22 @@ def places_gradient(
     everywhere,
     softcap,
     class_weight,
+    TARGET: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
 ):
-    """Gradient at a block of places of one row."""
+    """Gradient at a block of places; TARGET: one that may hold the target."""
     if SOFTCAP:
         cap = tl.cast(softcap, z.dtype)
         bent = tanh(z / cap)
         z = cap * bent
-    p = exp((z - lse_high) - lse_low)
-    grad = slope * p - tl.where(column == t, at_target, 0.0)
+    log_p = (z - lse_high) - lse_low
+    p = exp(log_p)
+    grad = slope * p
+    if TARGET:
+        # a p - h = h (p - 1) + (a - h) p, and p - 1 keeps its digits where the model is sure.
+        grad = tl.where(column == t, at_target * expm1(log_p) + (slope - at_target) * p, grad)
     if SMOOTHED:
         if WEIGHTED:
             grad -= everywhere * tl.load(class_weight + column, mask=inside, other=0.0).to(z.dtype)
@@ -93,7 +98,7 @@ def places_gradient(
     return grad * upstream
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["vocab", "vocab_start", "ignore_index"])
 def rows_backward(
     logits,
     target,
@@ -103,11 +108,12 @@ def rows_backward(
     grad_loss,
     out,
     V,
+    vocab,
+    vocab_start,
     phase,
     out_phase,
     row_stride,
     column_stride,
-    target_stride,
     grad_loss_stride,
     out_row_stride,
     out_column_stride,
@@ -125,18 +131,21 @@ def rows_backward(
     Z_LOSS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid (N, ceil((V + GRANULE) / PLACES)). SAME_LAYOUT: `out` lies at the same 16-byte phase as `logits`."""
+    """Grid (N, ceil((V + GRANULE) / PLACES)). SAME_LAYOUT: `out` lies at the same 16-byte phase as `logits`.
+
+    Column 0 is class `vocab_start` of `vocab`.
+    """
     row = tl.program_id(0)
-    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    t = tl.load(target + row).to(tl.int64)
     ignored = t == ignore_index
-    known = (t >= 0) & (t < V) & (ignored == 0)
+    known = (t >= 0) & (t < vocab) & (ignored == 0)
     lse_high, lse_low, upstream, slope, at_target, everywhere = row_terms(
         row, t, known, ignored, tl.load(lse + row).to(tl.float64), grad_loss, grad_loss_stride,
-        class_weight, class_weight_sum, V, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS,
+        class_weight, class_weight_sum, vocab, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS,
     )  # fmt: skip
     write_row(
-        logits, out, row, tl.program_id(1), ignored, tl.where(known, t, -1).to(tl.int32),
-        lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
+        logits, out, row, tl.program_id(1), ignored, tl.where(known, t - vocab_start, -1).to(tl.int32),
+        lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight + vocab_start,
         V, phase, out_phase, row_stride, column_stride, out_row_stride, out_column_stride,
         ACC, PLACES, GRANULE, UNIT_STRIDE, SAME_LAYOUT, WEIGHTED, SMOOTHED, SOFTCAP,
     )  # fmt: skip
@@ -187,10 +196,16 @@ def write_row(
     column = places - shift
     inside = (column >= 0) & (column < V)
     z = tl.load(read, mask=(places < limit) & (ignored == 0), other=0.0, eviction_policy="evict_first").to(ACC)
-    grad = places_gradient(
-        z, column, inside, t, lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
-        SOFTCAP, WEIGHTED, SMOOTHED,
-    )  # fmt: skip
+    if (t + shift) // PLACES == tile:
+        grad = places_gradient(
+            z, column, inside, t, lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
+            True, SOFTCAP, WEIGHTED, SMOOTHED,
+        )  # fmt: skip
+    else:
+        grad = places_gradient(
+            z, column, inside, t, lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
+            False, SOFTCAP, WEIGHTED, SMOOTHED,
+        )  # fmt: skip
     grad = tl.where(ignored, 0.0, grad)
     if SAME_LAYOUT:
         # Whole granules are written 16 bytes at a time; the row's two ragged ends, shared with its neighbours, apart.

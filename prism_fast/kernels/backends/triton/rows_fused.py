@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fold import SPARE, capped
-from .numerics import MINUS_INF
-from .rows import finish_row, fold_row, row_start
-from .rows_backward import row_terms, write_row
+from prism_fast.kernels.backends.triton.fold import SPARE, capped
+from prism_fast.kernels.backends.triton.numerics import MINUS_INF
+from prism_fast.kernels.backends.triton.rows import finish_row, fold_row, row_start, smoothing_reference
+from prism_fast.kernels.backends.triton.rows_backward import row_terms, write_row
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -31,7 +31,6 @@ def rows_fused(
     out_phase,
     row_stride,
     column_stride,
-    target_stride,
     grad_loss_stride,
     out_row_stride,
     out_column_stride,
@@ -56,7 +55,7 @@ def rows_fused(
 ):
     """Grid (N,). The arguments are those of `rows_forward` and `rows_backward`."""
     row = tl.program_id(0)
-    t = tl.load(target + row.to(tl.int64) * target_stride).to(tl.int64)
+    t = tl.load(target + row).to(tl.int64)
     ignored = t == ignore_index
     known = (t >= 0) & (t < V) & (ignored == 0)
     t32 = tl.where(known, t, -1).to(tl.int32)
@@ -65,12 +64,12 @@ def rows_fused(
     z_target = tl.where(known, capped(z_target, softcap, SOFTCAP), MINUS_INF)
     last = tl.where(ignored, 0, tl.cdiv(V, LANES * TILES - SPARE))
     top, sums, spread, total, before = fold_row(
-        start, shift, column_stride, t32, 0, last, softcap, class_weight, loss_out, 0, V,
-        ACC, LANES, TILES, ABREAST, ROUNDS, GRANULE, UNIT_STRIDE, False,
+        start, shift, column_stride, t32, smoothing_reference(z_target, True), 0, last,
+        softcap, class_weight, loss_out, 0, V, ACC, LANES, TILES, ABREAST, ROUNDS, GRANULE, UNIT_STRIDE, False,
         SOFTCAP, WEIGHTED, SMOOTHED, False, False, STAGES, "evict_last",
     )  # fmt: skip
     lse = finish_row(
-        row, top, sums, spread, total, before, z_target, t,
+        row, top, sums, spread, total, before, z_target, smoothing_reference(z_target, True), t,
         class_weight, class_weight_sum, loss_out, lse_out, loss_out, loss_out, faults,
         V, ignore_index, label_smoothing, z_loss, WEIGHTED, SMOOTHED, Z_LOSS, False, False,
     )  # fmt: skip
@@ -78,7 +77,7 @@ def rows_fused(
         row, t, known, ignored, lse, grad_loss, grad_loss_stride,
         class_weight, class_weight_sum, V, label_smoothing, z_loss, ACC, WEIGHTED, SMOOTHED, Z_LOSS,
     )  # fmt: skip
-    for tile in range(0, tl.cdiv(V + GRANULE - 1, PLACES)):
+    for tile in range(tl.cdiv(V + GRANULE - 1, PLACES)):
         write_row(
             logits, out, row, tile, ignored, t32,
             lse_high, lse_low, upstream, slope, at_target, everywhere, softcap, class_weight,
