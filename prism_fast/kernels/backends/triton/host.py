@@ -146,10 +146,11 @@ def accumulator_type(tensor: Tensor) -> tl.dtype:
     return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
-def _load(logits: Tensor, options: LossOptions, entropy: bool) -> launch.Load:
+def load(numbers: Tensor, options: LossOptions, *, extras: bool = False) -> launch.Load:
+    """`extras`: results beside the loss that cost registers."""
     smoothed, weighted = options.label_smoothing != 0.0, options.class_weight is not None
-    plain = not (smoothed or weighted or entropy or options.softcap is not None)
-    return launch.Load(logits.element_size(), plain=plain, heavy=smoothed and weighted)
+    plain = not (smoothed or weighted or extras or options.softcap is not None)
+    return launch.Load(numbers.element_size(), plain=plain, heavy=smoothed and weighted)
 
 
 def fold_rows(
@@ -170,7 +171,7 @@ def fold_rows(
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     rows = Rows(logits)
-    rule = launch.rows_forward(device, shape.lanes, segments, _load(logits, options, scores.entropy is not None), n)
+    rule = launch.rows_forward(device, shape.lanes, segments, load(logits, options, extras=scores.entropy is not None), n)
     own = Parts(logits, n, segments) if parts is None and rule.programs > 1 else None
     used = parts or own
     nothing = {"parts": scores.loss, "part_stride": 0, "target_logit": scores.loss}
@@ -316,7 +317,7 @@ def cross_entropy_forward_backward(
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
-    rule = launch.rows_fused(device, shape.lanes, segments, vocab, _load(logits, options, False))
+    rule = launch.rows_fused(device, shape.lanes, segments, vocab, load(logits, options))
     launch.run(
         rows_fused,
         (n,),

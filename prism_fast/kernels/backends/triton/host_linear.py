@@ -22,7 +22,7 @@ from prism_fast.kernels.backends import LossOptions, RowNll
 from prism_fast.kernels.backends.torch import accumulation_dtype
 from prism_fast.kernels.backends.triton import launch
 from prism_fast.kernels.backends.triton.fold import geometry
-from prism_fast.kernels.backends.triton.host import Parts, Scores, class_weight, flags, fold_rows, write_gradient
+from prism_fast.kernels.backends.triton.host import Parts, Scores, class_weight, flags, fold_rows, load, write_gradient
 from prism_fast.kernels.backends.triton.linear_forward import linear_forward
 from prism_fast.kernels.backends.triton.linear_gradient import linear_gradient
 
@@ -101,7 +101,8 @@ def _forward(
         return
     hidden, weight = _neighbours(hidden), _neighbours(weight)
     device = launch.device_of(hidden)
-    rule = launch.linear(device, hidden.shape[1], hidden.element_size())
+    extras = scores.correct is not None or scores.entropy is not None
+    rule = launch.linear(device, hidden.shape[1], load(hidden, options, extras=extras))
     spans = -(-vocab // (rule.span_tiles * rule.columns))
     parts = Parts(hidden, n, spans)
     arguments, constants = _product(hidden, weight, bias, options, rule)
@@ -169,7 +170,7 @@ def linear_cross_entropy_backward(
     bias_grad = torch.zeros(vocab, dtype=weight.dtype, device=weight.device) if needs[2] else None
     if n == 0:
         return hidden_sum if hidden_sum is None else hidden_sum.to(hidden.dtype), weight_grad, bias_grad
-    rule = launch.linear(launch.device_of(hidden), hidden.shape[1], hidden.element_size())
+    rule = launch.linear(launch.device_of(hidden), hidden.shape[1], load(hidden, options))
     classes = _range(n, vocab, chunk_tokens, rule.columns)
     tiles = -(-classes // rule.columns)
     buffer = torch.empty((n, tiles * rule.columns), dtype=hidden.dtype, device=hidden.device)

@@ -252,9 +252,10 @@ class Linear:
 
 
 _LINEAR: dict[int | str, tuple[int, int, int, int, int]] = {
-    # One program a multiprocessor: 3 stages of 48 KiB; 128 accumulators a thread (in tensor memory on 100).
-    90: (128, 256, 64, 8, 3),
-    100: (128, 256, 64, 8, 3),
+    # One program a multiprocessor: 3 stages of 48 KiB; 64 accumulators a thread leave as many for what follows.
+    90: (128, 256, 64, 16, 3),
+    # Tensor memory is read by 4 or 8 warps. Two programs of 96 KiB: one multiplies while the other sums.
+    100: (128, 128, 64, 8, 3),
     # 3 stages of 32 KiB of 163.
     80: (128, 128, 64, 8, 3),
     # 4 stages of 16 KiB: 99 KiB are all there is.
@@ -266,18 +267,27 @@ _LINEAR: dict[int | str, tuple[int, int, int, int, int]] = {
 }
 
 
-def linear(device: Device, hidden_size: int, itemsize: int) -> Linear:
-    """Large tiles, and as many row tiles at a time as keep their hidden states within half of L2."""
+def linear(device: Device, hidden_size: int, load: Load) -> Linear:
+    """Large tiles, and as many row tiles at a time as keep their hidden states within half of L2.
+
+    Options keep more beside each accumulator, and class weights under smoothing most: half and a quarter of the
+    columns then, or registers would spill.
+    """
     known = device.arch if device.arch in _LINEAR else 80 if device.kind == "cuda" else "gfx942"
     rows, columns, depth, num_warps, num_stages = _LINEAR[known]
-    fit = max(1, device.l2_bytes // 2 // (rows * hidden_size * itemsize))
+    if device.kind != "interpreter":
+        if not load.plain:
+            columns, num_warps = columns // 2, min(num_warps, 8)
+        if load.heavy:
+            columns //= 2
+    fit = max(1, device.l2_bytes // 2 // (rows * hidden_size * load.itemsize))
     choice = {
         "rows": rows,
         "columns": columns,
         "depth": depth,
         "num_warps": num_warps,
         "num_stages": num_stages,
-        "span_tiles": 8,
+        "span_tiles": 2048 // columns if columns >= 64 else 3,
         "group": max(8, min(64, 1 << (fit.bit_length() - 1))),
         **_overrides.get("linear", {}),
     }

@@ -88,18 +88,20 @@ def linear_gradient(
     p = exp(log_p)
     grad = slope[:, None] * p
     local = tl.where(known, t - column_tile * COLUMNS - first, -1)
-    if tl.max(((local >= 0) & (local < COLUMNS)).to(tl.int32), 0) > 0:
-        exact = at_target[:, None] * expm1(log_p) + (slope - at_target)[:, None] * p
-        grad = tl.where(tl.arange(0, COLUMNS)[None, :] == local[:, None], exact, grad)
+    at = tl.arange(0, COLUMNS)[None, :] == local[:, None]
+    # At the target p - 1 is wanted with all its digits, once a row.
+    exact = tl.sum(tl.where(at, log_p, 0.0), 1)
+    exact = at_target * expm1(exact) + (slope - at_target) * exp(exact)
+    grad = tl.where(at, exact[:, None], grad)
     if SMOOTHED:
         share = tl.full([COLUMNS], 1.0, tl.float32)
         if WEIGHTED:
             share = tl.load(class_weight + column, mask=column < V, other=0.0).to(tl.float32)
         grad -= (everywhere * share)[None, :]
     if SOFTCAP:
-        bent = z / tl.cast(softcap, tl.float32)
+        bent = z * (1.0 / tl.cast(softcap, tl.float32))
         grad *= 1.0 - bent * bent
     grad = tl.where(ignored[:, None], 0.0, grad * upstream[:, None])
-    at = out + row.to(tl.int64)[:, None] * out_stride + place[None, :]
+    write = out + row.to(tl.int64)[:, None] * out_stride + place[None, :]
     # Whole tiles are written, zeros past the last class, so that every store is wide.
-    tl.store(at, tl.where((place < classes)[None, :], grad, 0.0), mask=inside[:, None])
+    tl.store(write, tl.where((place < classes)[None, :], grad, 0.0), mask=inside[:, None])
