@@ -6,10 +6,23 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "batch_assembler.hpp"
 #include "bits_per_byte.hpp"
+#include "bucket_plan.hpp"
+#include "checksum.hpp"
 #include "cross_entropy.hpp"
+#include "foreign.hpp"
 #include "parallel.hpp"
+#include "random.hpp"
+#include "shard.hpp"
+#include "token_stream.hpp"
 #include "version.hpp"
 
 namespace py = pybind11;
@@ -170,13 +183,467 @@ void bind_losses(py::module_& m) {
 }
 
 // ---------------------------------------------------------------------------------------------- shards
-void bind_shards(py::module_& m) { (void)m; }
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <typename T>
+std::span<const T> as_span(const Array<T>& array) {
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+/// A read-only array over memory that `owner` keeps alive.
+template <typename T>
+py::array view_of(std::span<const T> data, const py::object& owner) {
+  py::array_t<T> array(static_cast<py::ssize_t>(data.size()), data.data(), owner);
+  array.attr("flags").attr("writeable") = false;
+  return array;
+}
+
+py::array tokens_of(const std::shared_ptr<prism::Shard>& shard, prism::RecordRange range) {
+  std::vector<std::byte> scratch;
+  std::span<const std::byte> data;
+  {
+    const py::gil_scoped_release release;
+    data = shard->token_bytes(range.start, range.length, scratch);
+  }
+  const py::object owner = py::cast(shard);
+  return prism::with_token_type(shard->token_width(), data, [&](const auto* ids) -> py::array {
+    using Id = std::remove_cv_t<std::remove_pointer_t<decltype(ids)>>;
+    const std::span<const Id> tokens(ids, static_cast<std::size_t>(range.length));
+    if (shard->mapped()) return view_of(tokens, owner);
+    py::array_t<Id> copy(static_cast<py::ssize_t>(tokens.size()));
+    std::copy(tokens.begin(), tokens.end(), copy.mutable_data());
+    copy.attr("flags").attr("writeable") = false;
+    return copy;
+  });
+}
+
+prism::Access access_named(const std::string& name) {
+  if (name == "auto") return prism::Access::automatic;
+  if (name == "map") return prism::Access::map;
+  if (name == "pread") return prism::Access::pread;
+  throw py::value_error("access '" + name + "': expected 'auto', 'map' or 'pread'");
+}
+
+/// DataFault -> prism_fast.protocol.errors.DataError, FileError -> OSError of the errno (FileNotFoundError, ...).
+void translate_data_errors(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const prism::DataFault& fault) {
+    try {
+      const py::object type = py::module_::import("prism_fast.protocol.errors").attr("DataError");
+      PyErr_SetString(type.ptr(), fault.what());
+    } catch (py::error_already_set& broken) {
+      broken.restore();
+    }
+  } catch (const prism::FileError& fault) {
+    errno = fault.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, fault.path().c_str());
+  }
+}
+
+void bind_shards(py::module_& m) {
+  using prism::Shard;
+  using prism::ShardWriter;
+  using prism::TokenTable;
+  py::register_exception_translator(&translate_data_errors);
+
+  m.def(
+      "xxh64",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        return prism::xxh64(
+            {static_cast<const std::byte*>(info.ptr), static_cast<std::size_t>(info.size * info.itemsize)});
+      },
+      py::arg("data"), "XXH64 (seed 0) of a contiguous buffer.");
+
+  py::class_<TokenTable, std::shared_ptr<TokenTable>>(m, "TokenTable",
+                                                      "The bytes each token id stands for; see tokenizers.py.")
+      .def(py::init([](const Array<std::uint64_t>& offsets, const Array<std::uint8_t>& bytes) {
+             const auto raw = std::as_bytes(as_span(bytes));
+             const auto bounds = as_span(offsets);
+             return std::make_shared<TokenTable>(std::vector<std::uint64_t>(bounds.begin(), bounds.end()),
+                                                 std::vector<std::byte>(raw.begin(), raw.end()));
+           }),
+           py::arg("offsets").noconvert(), py::arg("bytes").noconvert())
+      .def(
+          "count",
+          [](const TokenTable& table, const Array<std::uint32_t>& tokens, const Array<std::uint64_t>& lengths) {
+            const auto ids = as_span(tokens);
+            const auto sizes = as_span(lengths);
+            Array<std::uint64_t> out(static_cast<py::ssize_t>(sizes.size()));
+            const std::span<std::uint64_t> bytes(out.mutable_data(), sizes.size());
+            {
+              const py::gil_scoped_release release;
+              table.count(ids, sizes, bytes);
+            }
+            return out;
+          },
+          py::arg("tokens").noconvert(), py::arg("lengths").noconvert(),
+          "UTF-8 bytes of each record: uint64 [records]. `tokens` uint32 holds the records end to end.")
+      .def(
+          "decode",
+          [](const TokenTable& table, const Array<std::uint32_t>& tokens) {
+            const std::string out = table.decode(as_span(tokens));
+            return py::bytes(out);
+          },
+          py::arg("tokens").noconvert(), "The bytes that `tokens` (uint32) stand for.");
+
+  py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard")
+      .def_static(
+          "open",
+          [](const std::string& path, const std::string& format, unsigned width,
+             std::optional<std::uint64_t> end_of_text, bool one_record, const std::string& access) {
+            const prism::OpenOptions options{format, width, end_of_text, one_record, access_named(access)};
+            const py::gil_scoped_release release;
+            return prism::open_shard(path, options);
+          },
+          py::arg("path"), py::kw_only(), py::arg("format") = "", py::arg("width") = 0,
+          py::arg("end_of_text") = py::none(), py::arg("one_record") = false, py::arg("access") = "auto")
+      .def_property_readonly("path", &Shard::path)
+      .def_property_readonly("format", &Shard::format)
+      .def_property_readonly("mapped", &Shard::mapped)
+      .def_property_readonly("token_width", &Shard::token_width)
+      .def_property_readonly("records", &Shard::records)
+      .def_property_readonly("tokens", &Shard::tokens)
+      .def_property_readonly("stored_tokens", &Shard::stored_tokens)
+      .def_property_readonly("file_bytes", &Shard::file_bytes)
+      .def_property_readonly("knows_utf8_bytes", &Shard::knows_utf8_bytes)
+      .def_property_readonly("utf8_bytes_total", &Shard::utf8_bytes_total)
+      .def_property_readonly("tokenizer_name", [](const Shard& s) { return s.tokenizer().name; })
+      .def_property_readonly("tokenizer_fingerprint",
+                             [](const Shard& s) {
+                               const auto& f = s.tokenizer().fingerprint;
+                               return py::bytes(reinterpret_cast<const char*>(f.data()), f.size());
+                             })
+      .def_property_readonly("n_vocab", [](const Shard& s) { return s.tokenizer().n_vocab; })
+      .def_property_readonly("end_of_text",
+                             [](const Shard& s) -> py::object {
+                               const std::uint32_t id = s.tokenizer().end_of_text;
+                               return id == prism::kNoId ? py::object(py::none()) : py::cast(id);
+                             })
+      .def_property_readonly("offsets",
+                             [](const std::shared_ptr<Shard>& s) { return view_of(s->offsets(), py::cast(s)); })
+      .def_property_readonly("utf8_bytes",
+                             [](const std::shared_ptr<Shard>& s) { return view_of(s->utf8_bytes(), py::cast(s)); })
+      .def_property_readonly("doc_ids",
+                             [](const Shard& s) {
+                               const auto ids = s.doc_ids();
+                               return Array<std::uint64_t>(static_cast<py::ssize_t>(ids.size()), ids.data());
+                             })
+      .def(
+          "record", [](const std::shared_ptr<Shard>& s, std::uint64_t i) { return tokens_of(s, s->range(i)); },
+          py::arg("i"))
+      .def("all_tokens", [](const std::shared_ptr<Shard>& s) { return tokens_of(s, {0, s->stored_tokens()}); })
+      .def("count_utf8_bytes", &Shard::count_utf8_bytes, py::arg("table"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "verify", [](const Shard& s, const std::shared_ptr<TokenTable>& table) { s.verify(table.get()); },
+          py::arg("table").none(true), py::call_guard<py::gil_scoped_release>())
+      .def("seal", [](const Shard& s) {
+        const auto seal = s.seal();
+        return py::bytes(reinterpret_cast<const char*>(seal.data()), seal.size());
+      });
+
+  py::class_<ShardWriter>(m, "ShardWriter")
+      .def(py::init([](const std::string& path, const std::string& name, const std::string& fingerprint,
+                       std::uint32_t n_vocab, std::optional<std::uint32_t> end_of_text) {
+             prism::TokenizerStamp stamp;
+             stamp.name = name;
+             if (fingerprint.size() != stamp.fingerprint.size()) {
+               throw py::value_error("tokenizer fingerprint: expected 32 bytes, found " +
+                                     std::to_string(fingerprint.size()));
+             }
+             std::copy(fingerprint.begin(), fingerprint.end(), stamp.fingerprint.begin());
+             stamp.n_vocab = n_vocab;
+             stamp.end_of_text = end_of_text.value_or(prism::kNoId);
+             return std::make_unique<ShardWriter>(path, stamp);
+           }),
+           py::arg("path"), py::arg("tokenizer"), py::arg("fingerprint"), py::arg("n_vocab"), py::arg("end_of_text"))
+      .def(
+          "add",
+          [](ShardWriter& w, const Array<std::uint32_t>& tokens, const Array<std::uint64_t>& lengths,
+             const Array<std::uint64_t>& utf8_bytes, const Array<std::uint64_t>& doc_ids) {
+            const py::gil_scoped_release release;
+            w.add(as_span(tokens), as_span(lengths), as_span(utf8_bytes), as_span(doc_ids));
+          },
+          py::arg("tokens").noconvert(), py::arg("lengths").noconvert(), py::arg("utf8_bytes").noconvert(),
+          py::arg("doc_ids").noconvert())
+      .def("finish", &ShardWriter::finish, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("records", &ShardWriter::records)
+      .def_property_readonly("tokens", &ShardWriter::tokens)
+      .def_property_readonly("utf8_bytes", &ShardWriter::utf8_bytes_total);
+}
 
 // --------------------------------------------------------------------------------------------- planner
-void bind_planner(py::module_& m) { (void)m; }
+template <class T>
+std::span<const T> items(const py::array& array) {
+  return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+prism::Lengths lengths_view(const py::array& lengths) {
+  if (lengths.ndim() == 1 && (lengths.flags() & py::array::c_style)) {
+    if (py::isinstance<py::array_t<std::uint16_t>>(lengths)) return items<std::uint16_t>(lengths);
+    if (py::isinstance<py::array_t<std::int32_t>>(lengths)) return items<std::int32_t>(lengths);
+    if (py::isinstance<py::array_t<std::uint32_t>>(lengths)) return items<std::uint32_t>(lengths);
+    if (py::isinstance<py::array_t<std::int64_t>>(lengths)) return items<std::int64_t>(lengths);
+  }
+  throw py::type_error("lengths must be a contiguous [records] array of uint16, int32, uint32 or int64");
+}
+
+// A numpy array that takes over the memory of a result: 10^8 records are not copied.
+template <class T>
+py::array_t<T> owning_array(prism::LargeArray<T> values) {
+  auto owner = std::make_unique<prism::LargeArray<T>>(std::move(values));
+  prism::LargeArray<T>* const held = owner.get();
+  py::capsule keep(owner.release(), [](void* pointer) { delete static_cast<prism::LargeArray<T>*>(pointer); });
+  return py::array_t<T>(static_cast<py::ssize_t>(held->size()), held->data(), keep);
+}
+
+py::array_t<std::int64_t> bucket_plan_fixed(const py::array& lengths, std::uint64_t micro_batch, std::uint64_t bucket,
+                                            std::uint64_t seed) {
+  const prism::Lengths view = lengths_view(lengths);
+  if (micro_batch == 0) throw py::value_error("micro_batch must be at least 1 record");
+  const std::uint64_t count = (prism::record_count(view) + micro_batch - 1) / micro_batch;
+  py::array_t<std::int64_t> rows({static_cast<py::ssize_t>(count), static_cast<py::ssize_t>(micro_batch)});
+  const std::span<std::int64_t> out(rows.mutable_data(), static_cast<std::size_t>(rows.size()));
+  py::gil_scoped_release release;
+  prism::plan_fixed(view, micro_batch, bucket, seed, out);
+  return rows;
+}
+
+py::tuple bucket_plan_variable(const py::array& lengths, std::uint64_t max_rows, std::uint64_t token_budget,
+                               std::uint64_t row_overhead, std::uint64_t bucket, bool exact_width, std::uint64_t seed) {
+  const prism::Lengths view = lengths_view(lengths);
+  prism::VariablePlan plan;
+  {
+    py::gil_scoped_release release;
+    plan = prism::plan_variable(view, {max_rows, token_budget, row_overhead, bucket, exact_width}, seed);
+  }
+  return py::make_tuple(owning_array(std::move(plan.records)), owning_array(std::move(plan.starts)));
+}
+
+py::dict plan_statistics(const py::array& lengths, const Array<std::int64_t>& records,
+                         const Array<std::int64_t>& starts, std::uint64_t micro_batch, std::uint64_t accumulate,
+                         const Array<std::int32_t>& sources, std::uint64_t source_count) {
+  const prism::Lengths view = lengths_view(lengths);
+  const prism::Order order{as_span(records), as_span(starts), micro_batch};
+  const std::span<const std::int32_t> source_view = as_span(sources);
+  prism::PlanStatistics s;
+  {
+    py::gil_scoped_release release;
+    s = prism::measure_plan(view, order, accumulate, source_view, source_count);
+  }
+  py::dict out;
+  out["micro_batches"] = s.micro_batches;
+  out["real_tokens"] = s.real_tokens;
+  out["padded_tokens"] = s.padded_tokens;
+  out["mean_width"] = s.mean_width;
+  out["mean_square_width"] = s.mean_square_width;
+  out["mean_rows_width"] = s.mean_rows_width;
+  out["mean_rows_square_width"] = s.mean_rows_square_width;
+  out["width_p50"] = s.width_p50;
+  out["width_p90"] = s.width_p90;
+  out["width_p99"] = s.width_p99;
+  out["zero_pad_micro_batches"] = s.zero_pad_micro_batches;
+  out["adjacent_correlation"] = s.adjacent_correlation;
+  out["windows"] = s.windows;
+  out["sources_total"] = s.sources_total;
+  out["sources_min"] = s.sources_min;
+  return out;
+}
+
+template <class T>
+std::span<T> writable(py::array_t<T, py::array::c_style>& array) {
+  return {array.mutable_data(), static_cast<std::size_t>(array.size())};  // raises if the array is read-only
+}
+
+/// An assembler with the arrays that it reads and writes, which must outlive its threads.
+struct BoundAssembler {
+  std::vector<py::array> keep;
+  std::unique_ptr<prism::BatchAssembler, prism::BatchAssembler::Deleter> assembler;
+
+  void close() {
+    const py::gil_scoped_release release;
+    assembler.reset();
+  }
+};
+
+template <class Token>
+std::unique_ptr<BoundAssembler> make_assembler(
+    const std::vector<std::shared_ptr<prism::Shard>>& shards, const std::shared_ptr<prism::TokenTable>& table,
+    const Array<std::int64_t>& row_record, const Array<std::int64_t>& row_start, const Array<std::int64_t>& row_length,
+    const Array<std::int64_t>& rows, const Array<std::int64_t>& starts, std::uint64_t micro_batch, Array<Token> tokens,
+    Array<Token> targets, Array<std::int64_t> lengths, Array<std::int32_t> cu_lengths, Array<std::int64_t> bytes,
+    std::uint64_t capacity, std::uint64_t max_rows, std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch,
+    std::uint64_t threads, std::uint64_t start_step, std::int64_t end_of_text) {
+  auto bound = std::make_unique<BoundAssembler>();
+  bound->keep = {row_record, row_start, row_length, rows, starts, tokens, targets, lengths, cu_lengths, bytes};
+  const prism::RowTable row_table{as_span(row_record), as_span(row_start), as_span(row_length)};
+  const prism::RowOrder order{as_span(rows), as_span(starts), micro_batch};
+  const prism::BlockBuffers buffers{prism::TokenBuffers<Token>{writable(tokens), writable(targets)},
+                                    writable(lengths),
+                                    writable(cu_lengths),
+                                    writable(bytes),
+                                    capacity,
+                                    max_rows};
+  const prism::BatchAssembler::Config config{rank, world, prefetch, threads, start_step, end_of_text};
+  const py::gil_scoped_release release;
+  bound->assembler.reset(
+      new prism::BatchAssembler({shards.begin(), shards.end()}, table, row_table, order, buffers, config));
+  return bound;
+}
+
+template <class Token>
+void bind_assembler_of(py::class_<BoundAssembler>& type) {
+  type.def(py::init(&make_assembler<Token>), py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("row_record"),
+           py::arg("row_start"), py::arg("row_length"), py::arg("rows"), py::arg("starts"), py::arg("micro_batch"),
+           py::arg("tokens").noconvert(), py::arg("targets").noconvert(), py::arg("lengths").noconvert(),
+           py::arg("cu_lengths").noconvert(), py::arg("bytes").noconvert(), py::arg("capacity"), py::arg("max_rows"),
+           py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("threads"), py::arg("start_step"),
+           py::arg("end_of_text"));
+}
+
+void bind_batch_assembler(py::module_& m) {
+  using prism::BatchAssembler;
+  py::class_<BoundAssembler> type(m, "BatchAssembler", "See prism_fast/data/loader.py.");
+  bind_assembler_of<std::int64_t>(type);
+  bind_assembler_of<std::int32_t>(type);
+  type.def_static("slots", &BatchAssembler::slots, py::arg("prefetch"))
+      .def(
+          "next",
+          [](const BoundAssembler& self) -> py::object {
+            if (!self.assembler) throw std::runtime_error("this TokenLoader is closed");
+            prism::Block block;
+            for (;;) {
+              BatchAssembler::Wait wait;
+              {
+                const py::gil_scoped_release release;
+                wait = self.assembler->next(block, 200);
+              }
+              if (wait == BatchAssembler::Wait::finished) return py::none();
+              if (wait == BatchAssembler::Wait::ready) break;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
+            }
+            return py::make_tuple(block.micro_batch, block.slot, block.rows, block.width, block.targets, block.bytes);
+          },
+          "(micro_batch, slot, rows, width, targets, bytes) of the next block; None at the end.")
+      .def("close", &BoundAssembler::close);
+}
+
+void bind_planner(py::module_& m) {
+  m.def("bucket_plan_fixed", &bucket_plan_fixed, py::arg("lengths"), py::arg("micro_batch"), py::arg("bucket"),
+        py::arg("seed"), "int64 [M, micro_batch] record numbers, -1 in the one incomplete row; bucket 0: file order.");
+  m.def("bucket_plan_variable", &bucket_plan_variable, py::arg("lengths"), py::arg("max_rows"), py::arg("token_budget"),
+        py::arg("row_overhead"), py::arg("bucket"), py::arg("exact_width"), py::arg("seed"),
+        "(records int64 [N], starts int64 [M + 1]): micro-batch k is records[starts[k]:starts[k + 1]].");
+  m.def("plan_statistics", &plan_statistics, py::arg("lengths"), py::arg("records"), py::arg("starts"),
+        py::arg("micro_batch"), py::arg("accumulate"), py::arg("sources"), py::arg("source_count"),
+        "Sums over an order; empty records: file order; empty starts: micro_batch records each.");
+
+  py::class_<prism::SplitMix64>(m, "SplitMix64", "The pinned generator of docs/bucket-plan.md.")
+      .def(py::init<std::uint64_t>(), py::arg("seed"))
+      .def("next", &prism::SplitMix64::next)
+      .def(
+          "below",
+          [](prism::SplitMix64& self, std::uint64_t bound) {
+            if (bound == 0) throw py::value_error("bound must be at least 1");
+            return self.below(bound);
+          },
+          py::arg("bound"))
+      .def(
+          "shuffle",
+          [](prism::SplitMix64& self, py::array_t<std::int64_t, py::array::c_style>& values) {
+            std::int64_t* const first = values.mutable_data();  // raises if the array is read-only
+            prism::shuffle(std::span(first, static_cast<std::size_t>(values.size())), self);
+          },
+          py::arg("values").noconvert(), "Shuffles a contiguous int64 array in place.");
+}
 
 // --------------------------------------------------------------------------------------------- loaders
-void bind_loaders(py::module_& m) { (void)m; }
+/// Keeps the caller's buffers alive as long as the thread that writes them.
+struct BoundStream {
+  Array<std::int64_t> tokens;
+  Array<std::int64_t> targets;
+  std::unique_ptr<prism::TokenStream, prism::TokenStream::Deleter> stream;
+
+  void close() {
+    const py::gil_scoped_release release;
+    stream.reset();
+  }
+  prism::TokenStream& open() const {
+    if (!stream) throw std::runtime_error("this TokenStream is closed");
+    return *stream;
+  }
+};
+
+void bind_loaders(py::module_& m) {
+  bind_batch_assembler(m);
+
+  using prism::StreamBatch;
+  using prism::StreamPlan;
+  using prism::TokenStream;
+
+  py::class_<StreamPlan>(m, "StreamPlan")
+      .def_readonly("rows", &StreamPlan::rows)
+      .def_readonly("batches", &StreamPlan::batches)
+      .def_readonly("documents", &StreamPlan::documents)
+      .def_readonly("covered_documents", &StreamPlan::covered_documents)
+      .def_readonly("covered_bytes", &StreamPlan::covered_bytes)
+      .def_readonly("covered_tokens", &StreamPlan::covered_tokens)
+      .def_readonly("special_tokens", &StreamPlan::special_tokens)
+      .def_readonly("tail_bytes", &StreamPlan::tail_bytes)
+      .def_readonly("tail_tokens", &StreamPlan::tail_tokens);
+
+  py::class_<BoundStream>(m, "TokenStream", "See prism_fast/data/stream.py.")
+      .def(py::init([](const std::vector<std::shared_ptr<prism::Shard>>& shards,
+                       const std::shared_ptr<prism::TokenTable>& table, std::uint64_t seq_len, std::uint64_t batch_size,
+                       std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch, std::uint64_t start_batch,
+                       bool byte_basis, std::int64_t end_of_text, Array<std::int64_t> tokens,
+                       Array<std::int64_t> targets) {
+             TokenStream::Config config;
+             config.seq_len = seq_len;
+             config.batch_size = batch_size;
+             config.rank = rank;
+             config.world = world;
+             config.prefetch = prefetch;
+             config.start_batch = start_batch;
+             config.basis = byte_basis ? prism::Basis::bytes : prism::Basis::tokens;
+             config.end_of_text = end_of_text;
+             auto bound = std::make_unique<BoundStream>();
+             const std::span<std::int64_t> into(tokens.mutable_data(), static_cast<std::size_t>(tokens.size()));
+             const std::span<std::int64_t> aims(targets.mutable_data(), static_cast<std::size_t>(targets.size()));
+             bound->tokens = std::move(tokens);
+             bound->targets = std::move(targets);
+             const py::gil_scoped_release release;
+             bound->stream.reset(
+                 new TokenStream(prism::Shards(shards.begin(), shards.end()), table, config, into, aims));
+             return bound;
+           }),
+           py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("seq_len"), py::arg("batch_size"),
+           py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("start_batch"), py::arg("byte_basis"),
+           py::arg("end_of_text"), py::arg("tokens").noconvert(), py::arg("targets").noconvert())
+      .def_static("slots", &TokenStream::slots, py::arg("prefetch"))
+      .def_property_readonly("plan", [](const BoundStream& s) { return s.open().plan(); })
+      .def_property_readonly("batches", [](const BoundStream& s) { return s.open().batches(); })
+      .def("next",
+           [](const BoundStream& s) -> py::object {
+             TokenStream& stream = s.open();
+             StreamBatch batch;
+             for (;;) {
+               TokenStream::Wait wait;
+               {
+                 const py::gil_scoped_release release;
+                 wait = stream.next(batch, 200);
+               }
+               if (wait == TokenStream::Wait::finished) return py::none();
+               if (wait == TokenStream::Wait::ready) break;
+               if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
+             }
+             return py::make_tuple(batch.slot, batch.rows, batch.index, batch.counts.bytes, batch.counts.scored,
+                                   batch.counts.special, batch.documents);
+           })
+      .def("close", &BoundStream::close);
+}
 
 }  // namespace
 

@@ -1,0 +1,1 @@
+"""The harness: referee (trusted) and runner (runs the bundle), and what passes between them (harness.md)."""

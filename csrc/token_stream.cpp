@@ -1,0 +1,385 @@
+#include "token_stream.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+// AVX2 widens u16 to int64 twice as fast as the SSE2 baseline; the loader picks the clone the machine can run.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
+#define PRISM_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define PRISM_CLONES
+#endif
+
+namespace prism {
+namespace {
+
+constexpr std::int64_t kIgnore = -100;                    // torch's ignore_index
+constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens looked up in one piece
+constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
+
+/// Widens to int64 and returns the largest id, so that the range check costs no second pass.
+PRISM_CLONES std::uint64_t widen(const std::uint16_t* in, std::int64_t* out, std::size_t n) {
+  std::uint16_t largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    out[i] = in[i];
+    largest = std::max(largest, in[i]);
+  }
+  return largest;
+}
+
+PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* out, std::size_t n) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    out[i] = in[i];
+    largest = std::max(largest, in[i]);
+  }
+  return largest;
+}
+
+template <typename T>
+std::uint64_t widen(const T* in, std::int64_t* out, std::size_t n) {
+  std::uint64_t largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    out[i] = static_cast<std::int64_t>(in[i]);
+    largest = std::max(largest, static_cast<std::uint64_t>(in[i]));
+  }
+  return largest;
+}
+
+std::uint64_t text_elements(const Shard& shard, Basis basis) {
+  return basis == Basis::tokens ? shard.tokens() : shard.utf8_bytes_total();
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------ cursor
+
+void StreamCursor::bad_id(const Shard& shard, std::uint64_t token, std::uint64_t id) const {
+  throw DataFault(shard.path() + ": record " + std::to_string(record_) + ", token " + std::to_string(token) +
+                  ": expected an id below " + std::to_string(table_.n_vocab()) + ", found " + std::to_string(id));
+}
+
+/// Positions on the text of the next record whose end-of-text is still to come; false at the end of the stream.
+bool StreamCursor::enter_document() {
+  while (shard_ < shards_.size() && record_ == shards_[shard_]->records()) {
+    ++shard_;
+    record_ = 0;
+  }
+  if (shard_ == shards_.size()) return false;
+  range_ = shards_[shard_]->range(record_);
+  inside_ = true;
+  token_ = within_ = settled_ = record_bytes_ = 0;
+  return true;
+}
+
+/// The whole record is out. One that lies within a batch counts the bytes that its shard declares; one that was cut is
+/// counted token by token to its end, and must come to the same.
+void StreamCursor::leave_document() {
+  const Shard& shard = *shards_[shard_];
+  const std::uint64_t bytes = shard.utf8_bytes(record_);
+  if (settled_ != 0) settle();
+  if (basis_ == Basis::tokens && settled_ == 0) {
+    counts_.bytes += bytes;
+  } else if (bytes != record_bytes_) {
+    throw DataFault(shard.path() + ": record " + std::to_string(record_) + ": expected the " + std::to_string(bytes) +
+                    " UTF-8 bytes that the shard declares, found tokens of " + std::to_string(record_bytes_));
+  }
+  inside_ = false;
+  ++record_;
+}
+
+/// Counts the bytes of the tokens that are out of an unfinished record. Whole records never come here: their length
+/// is in the shard, so a batch looks up the tokens of one document only.
+void StreamCursor::settle() {
+  if (!inside_ || basis_ == Basis::bytes) return;
+  const Shard& shard = *shards_[shard_];
+  std::uint64_t bytes = 0;
+  while (settled_ < token_) {
+    const std::uint64_t take = std::min(token_ - settled_, kPiece);
+    with_token_type(shard.token_width(), shard.token_bytes(range_.start + settled_, take, scratch_),
+                    [&](const auto* ids) {
+                      for (std::uint64_t i = 0; i < take; ++i) {
+                        if (ids[i] >= table_.n_vocab()) bad_id(shard, settled_ + i, ids[i]);
+                        bytes += table_.length(ids[i]);
+                      }
+                    });
+    settled_ += take;
+  }
+  record_bytes_ += bytes;
+  counts_.bytes += bytes;
+}
+
+StreamCounts StreamCursor::take_counts() {
+  settle();
+  return std::exchange(counts_, {});
+}
+
+std::uint64_t StreamCursor::pull_tokens(std::span<std::int64_t> out) {
+  const Shard& shard = *shards_[shard_];
+  const std::uint64_t take = std::min<std::uint64_t>(out.size(), range_.length - token_);
+  const std::uint64_t largest =
+      with_token_type(shard.token_width(), shard.token_bytes(range_.start + token_, take, scratch_),
+                      [&](const auto* ids) { return widen(ids, out.data(), take); });
+  if (largest >= table_.n_vocab()) {
+    const auto at = std::find_if(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(take),
+                                 [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
+    bad_id(shard, token_ + static_cast<std::uint64_t>(at - out.begin()), largest);
+  }
+  token_ += take;
+  counts_.scored += take;
+  return take;
+}
+
+/// Emits up to `count` bytes of the current record; with an empty `out` it only passes over them.
+std::uint64_t StreamCursor::pull_bytes(std::span<std::int64_t> out, std::uint64_t count) {
+  const Shard& shard = *shards_[shard_];
+  std::uint64_t done = 0;
+  while (done < count && token_ < range_.length) {
+    const std::uint64_t piece = std::min({range_.length - token_, kPiece, count - done + 1});
+    with_token_type(shard.token_width(), shard.token_bytes(range_.start + token_, piece, scratch_),
+                    [&](const auto* ids) {
+                      for (std::uint64_t i = 0; i < piece && done < count; ++i) {
+                        if (ids[i] >= table_.n_vocab()) bad_id(shard, token_, ids[i]);
+                        const auto bytes = table_.bytes(ids[i]).subspan(within_);
+                        const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
+                        if (!out.empty()) {
+                          for (std::uint64_t k = 0; k < take; ++k)
+                            out[done + k] = std::to_integer<std::int64_t>(bytes[k]);
+                        }
+                        done += take;
+                        if (take < bytes.size()) {
+                          within_ += take;
+                        } else {
+                          within_ = 0;
+                          ++token_;
+                        }
+                      }
+                    });
+  }
+  counts_.scored += done;
+  counts_.bytes += done;
+  record_bytes_ += done;
+  return done;
+}
+
+std::uint64_t StreamCursor::pull(std::span<std::int64_t> out) {
+  std::uint64_t done = 0;
+  while (done < out.size()) {
+    if (!inside_) {
+      if (!enter_document()) break;
+      out[done++] = end_of_text_;
+      ++counts_.special;
+    } else {
+      const auto rest = out.subspan(done);
+      done += basis_ == Basis::tokens ? pull_tokens(rest) : pull_bytes(rest, rest.size());
+    }
+    if (token_ == range_.length) leave_document();
+  }
+  return done;
+}
+
+std::uint64_t StreamCursor::skip(std::uint64_t count) {
+  std::uint64_t done = 0;
+  while (done < count) {
+    if (!inside_) {
+      while (shard_ < shards_.size() && record_ == 0) {
+        const Shard& shard = *shards_[shard_];
+        const std::uint64_t text = text_elements(shard, basis_);
+        if (shard.records() + text > count - done) break;
+        done += shard.records() + text;
+        counts_.scored += text;
+        counts_.special += shard.records();
+        counts_.bytes += shard.utf8_bytes_total();
+        ++shard_;
+      }
+      if (done == count || !enter_document()) break;
+      const Shard& shard = *shards_[shard_];
+      const std::uint64_t text = basis_ == Basis::tokens ? range_.length : shard.utf8_bytes(record_);
+      ++done;
+      ++counts_.special;
+      if (text <= count - done) {
+        done += text;
+        counts_.scored += text;
+        counts_.bytes += shard.utf8_bytes(record_);
+        inside_ = false;
+        ++record_;
+        continue;
+      }
+    } else if (basis_ == Basis::tokens) {
+      const std::uint64_t take = std::min(count - done, range_.length - token_);
+      token_ += take;
+      counts_.scored += take;
+      done += take;
+    } else {
+      done += pull_bytes({}, count - done);
+    }
+    if (token_ == range_.length) leave_document();
+  }
+  return done;
+}
+
+// ------------------------------------------------------------------------------------------------ stream
+
+TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config,
+                         std::span<std::int64_t> tokens, std::span<std::int64_t> targets)
+    : shards_(std::move(shards)),
+      table_(std::move(table)),
+      config_(config),
+      tokens_(tokens),
+      targets_(targets),
+      owner_(::getpid()) {
+  const auto require = [](bool holds, const std::string& what) {
+    if (!holds) throw std::invalid_argument(what);
+  };
+  // The upper ends keep every product of these below 2^63.
+  require(config_.seq_len >= 2 && config_.seq_len <= (1u << 30),
+          "seq_len " + std::to_string(config_.seq_len) + ": expected 2 to 2^30: a row predicts seq_len - 1 tokens");
+  require(config_.batch_size >= 1 && config_.batch_size <= (1u << 20),
+          "batch_size " + std::to_string(config_.batch_size) + ": expected 1 to 2^20");
+  require(config_.prefetch >= 1 && config_.prefetch <= (1u << 10),
+          "prefetch " + std::to_string(config_.prefetch) + ": expected 1 to 1024");
+  require(config_.rank < config_.world,
+          "rank " + std::to_string(config_.rank) + ": expected a rank below world " + std::to_string(config_.world));
+  const std::uint64_t size = slots(config_.prefetch) * config_.batch_size * config_.seq_len;
+  require(tokens_.size() == size && targets_.size() == size,
+          "stream buffers: expected " + std::to_string(size) + " elements each");
+  for (const auto& shard : shards_) {
+    require(shard->knows_utf8_bytes(), shard->path() + ": its UTF-8 lengths are unknown: open it with a tokenizer");
+  }
+  plan_ = make_plan();
+  batches_ = plan_.batches / config_.world;
+  require(config_.start_batch <= batches_, "start_batch " + std::to_string(config_.start_batch) + ": the stream has " +
+                                               std::to_string(batches_) + " batches");
+  ring_.resize(slots(config_.prefetch));
+  reader_ = std::thread([this] { run(); });
+}
+
+void TokenStream::Deleter::operator()(TokenStream* stream) const {
+  if (stream->owner_ == ::getpid()) delete stream;
+}
+
+TokenStream::~TokenStream() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wanted_.notify_all();
+  reader_.join();
+}
+
+StreamPlan TokenStream::make_plan() const {
+  StreamPlan plan;
+  std::uint64_t text = 0;
+  std::uint64_t bytes = 0;
+  for (const auto& shard : shards_) {
+    plan.documents += shard->records();
+    text += text_elements(*shard, config_.basis);
+    bytes += shard->utf8_bytes_total();
+  }
+  const std::uint64_t elements = plan.documents + text;
+  const std::uint64_t targets_a_row = config_.seq_len - 1;
+  plan.rows = elements == 0 ? 0 : (elements - 1) / targets_a_row;
+  if (config_.world == 1) {
+    plan.batches = (plan.rows + config_.batch_size - 1) / config_.batch_size;
+  } else {  // every rank takes as many steps, all of full batches
+    plan.batches = plan.rows / (config_.batch_size * config_.world) * config_.world;
+    plan.rows = plan.batches * config_.batch_size;
+  }
+  if (plan.rows != 0) {
+    StreamCursor cursor(shards_, *table_, config_.basis, config_.end_of_text);
+    cursor.skip(plan.rows * targets_a_row + 1);
+    const StreamCounts covered = cursor.take_counts();
+    plan.covered_documents = covered.special;
+    plan.special_tokens = covered.special - 1;  // the first end-of-text is context only
+    plan.covered_bytes = covered.bytes;
+    plan.covered_tokens = covered.scored;
+  }
+  plan.tail_bytes = bytes - plan.covered_bytes;
+  plan.tail_tokens = text - plan.covered_tokens;
+  return plan;
+}
+
+void TokenStream::fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& batch) {
+  const std::uint64_t width = config_.seq_len;
+  const std::uint64_t first_row = batch.index * config_.batch_size;
+  batch.rows = std::min(config_.batch_size, plan_.rows - first_row);
+  std::int64_t* tokens = tokens_.data() + batch.slot * config_.batch_size * width;
+  std::int64_t* targets = targets_.data() + batch.slot * config_.batch_size * width;
+  for (std::uint64_t row = 0; row < batch.rows; ++row, tokens += width, targets += width) {
+    tokens[0] = carry;
+    if (cursor.pull({tokens + 1, width - 1}) != width - 1) {
+      throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
+    }
+    carry = tokens[width - 1];
+    std::memcpy(targets, tokens + 1, (width - 1) * sizeof(std::int64_t));
+    targets[width - 1] = kIgnore;
+  }
+  batch.counts = cursor.take_counts();
+  batch.documents = batch.counts.special + (batch.index == 0 ? 1 : 0);
+}
+
+void TokenStream::run() {
+  try {
+    StreamCursor cursor(shards_, *table_, config_.basis, config_.end_of_text);
+    const std::uint64_t targets_a_batch = config_.batch_size * (config_.seq_len - 1);
+    std::int64_t carry = 0;             // last element of the row before: the first of the next
+    std::uint64_t position = kUnknown;  // global batch that `carry` opens
+    for (std::uint64_t local = config_.start_batch; local < batches_; ++local) {
+      StreamBatch batch;
+      batch.index = local * config_.world + config_.rank;
+      if (position != batch.index) {
+        const std::uint64_t gap = batch.index - (position == kUnknown ? 0 : position);
+        cursor.skip(gap * targets_a_batch - (position == kUnknown ? 0 : 1));
+        if (cursor.pull({&carry, 1}) != 1) {
+          throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
+        }
+        cursor.take_counts();  // another rank's
+      }
+      position = batch.index + 1;
+      batch.slot = (local - config_.start_batch) % ring_.size();
+      {
+        std::unique_lock lock(mutex_);
+        wanted_.wait(lock, [&] { return stop_ || filled_ < taken_ + config_.prefetch; });
+        if (stop_) return;
+      }
+      fill(cursor, carry, batch);
+      {
+        const std::lock_guard lock(mutex_);
+        ring_[batch.slot] = batch;
+        ++filled_;
+      }
+      ready_.notify_one();
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+    ready_.notify_one();
+  }
+}
+
+TokenStream::Wait TokenStream::next(StreamBatch& batch, unsigned milliseconds) {
+  if (::getpid() != owner_) {
+    throw std::runtime_error(
+        "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it "
+        "again in this process");
+  }
+  std::unique_lock lock(mutex_);
+  if (config_.start_batch + taken_ == batches_) return Wait::finished;
+  if (!ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return failure_ || taken_ < filled_; })) {
+    return Wait::timeout;
+  }
+  if (taken_ == filled_) std::rethrow_exception(failure_);  // batches read before the failure come first
+  batch = ring_[taken_ % ring_.size()];
+  ++taken_;
+  lock.unlock();
+  wanted_.notify_one();
+  return Wait::ready;
+}
+
+}  // namespace prism

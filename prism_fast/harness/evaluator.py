@@ -1,0 +1,143 @@
+"""An evaluator: runs architecture.py alone and answers tokens with logits. `-m prism_fast.harness.evaluator FD`.
+
+It is not trusted and need not be: it has no targets, no training code and no way to write to the weights it reads.
+Its model is built by `build_model` under the forced seed; the trainer's state is adopted by name (ADOPT), after which
+every PREDICT is a forward of that state without gradient. Logits travel by shared memory, never through the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from prism_fast.harness import wire
+from prism_fast.harness.die_with_parent import die_with_parent
+from prism_fast.protocol import constants as c
+from prism_fast.protocol.errors import BundleRejected
+
+
+def main() -> int:
+    die_with_parent()
+    channel = wire.Channel(socket.socket(fileno=int(sys.argv[1])))
+    frame = channel.receive()
+    job = frame.json()
+    try:
+        serve(channel, job)
+        return 0
+    except wire.PeerClosed:
+        return 0
+    except BaseException as e:
+        from prism_fast.harness.runner import explain
+
+        rule, kind, message = explain(e, job)
+        channel.send_json(wire.FAULT, {"rule": rule, "kind": kind, "message": message})
+        with contextlib.suppress(OSError):  # the log may be what is full
+            traceback.print_exc()
+        return 1
+
+
+def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
+    """Answers frames until the referee closes the channel."""
+    import torch
+
+    from prism_fast.data.tokenizers import reference_tokenizer
+    from prism_fast.harness.context_engine import Engine, import_architecture, make_context
+    from prism_fast.harness.predictor import EvalMode, check_parameter_cap, logits_of
+    from prism_fast.harness.runner import resolve_device
+    from prism_fast.harness.seeding import seed_everything, set_deterministic
+    from prism_fast.harness.shared_memory import SharedRegion
+    from prism_fast.harness.state_layout import Adopter, from_json
+    from prism_fast.protocol.run_spec import RunSpec
+
+    spec = RunSpec.model_validate(job["spec"])
+    device = resolve_device(spec.device, job["local_rank"])
+    set_deterministic(spec.torch_threads, spec.deterministic_algorithms)
+    seed_everything(spec.seed)
+    architecture = import_architecture(Path(job["bundle_dir"]), spec.seed)
+    context = make_context(
+        spec,
+        Engine(architecture, reference_tokenizer(spec.tokenizer)),
+        data_dir="",
+        artifacts_dir="",
+        tokenizer_dir=job["tokenizer_dir"],
+        rank=job["rank"],
+        local_rank=job["local_rank"],
+        world_size=spec.world_size,
+        device=str(device),
+    )
+    model = architecture.build_model(context)
+    if not isinstance(model, torch.nn.Module):
+        raise BundleRejected(
+            f"build_model(ctx) returned a {type(model).__name__}; expected a torch.nn.Module", rule=c.RULE_BUNDLE_SHAPE
+        )
+    model = model.to(device)
+    check_parameter_cap(model, spec.max_parameters, spec.param_ladder_stage)
+    channel.send_json(wire.BORN, {"device": str(device)})
+
+    forward = EvalMode(model)
+    adopter: Adopter | None = None
+    logits_region: SharedRegion | None = None
+    while True:
+        frame = channel.receive()
+        if frame.kind == wire.ADOPT:
+            assert frame.fd is not None
+            request = frame.json()
+            adopter = Adopter(model, from_json(request["layout"]), SharedRegion(frame.fd, writable=False))
+            if request["check_init"] and (changed := adopter.differs_from_init()):
+                raise BundleRejected(
+                    f"the trainer's {changed} was not build_model(ctx)'s under the forced seed when the first batch "
+                    "was asked for; a run starts from the forced init",
+                    rule=c.RULE_FORCED_INIT,
+                )
+            adopter.adopt()
+            forward = EvalMode(model)
+            channel.send_json(wire.ADOPTED, {})
+            continue
+        if frame.kind != wire.PREDICT:
+            raise wire.FrameError(f"frame of kind {frame.kind}")
+        rows, width, autocast = wire.PREDICT_RECORD.unpack_from(frame.body)
+        began = perf_counter()
+        tokens = torch.frombuffer(bytearray(frame.body[wire.PREDICT_RECORD.size :]), dtype=torch.int64)
+        if adopter is not None:
+            adopter.refresh()
+        with torch.autocast(device.type, dtype=_autocast_dtype(autocast), enabled=autocast > 0):
+            output = forward(tokens.view(rows, width).to(device))
+        logits = logits_of(output, rows, width, 1)
+        check_parameter_cap(model, spec.max_parameters, spec.param_ladder_stage)
+        described = {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape)}
+        size = logits.numel() * logits.element_size()
+        if logits_region is None or logits_region.size < size:
+            channel.send_json(wire.NEED, {**described, "bytes": size})
+            answer = channel.receive()
+            assert answer.kind == wire.REGION and answer.fd is not None
+            logits_region = SharedRegion(answer.fd, writable=True)
+        shared = logits_region.tensor(logits.dtype, tuple(logits.shape), _contiguous(logits.shape), 0)
+        shared.copy_(logits)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        channel.send_json(wire.LOGITS, {**described, "forward_s": perf_counter() - began})
+
+
+def _autocast_dtype(code: int) -> Any:
+    import torch
+
+    return torch.float16 if wire.AUTOCAST[code] == "float16" else torch.bfloat16
+
+
+def _contiguous(shape: Any) -> tuple[int, ...]:
+    _, width, vocabulary = shape
+    return width * vocabulary, vocabulary, 1
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

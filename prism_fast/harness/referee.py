@@ -1,0 +1,299 @@
+"""The referee: scores a bundle, seed by seed, and writes every official file. Never imports bundle code.
+
+`score_bundle` is the whole job behind `prism-fast score`. A seed's directory holds a `status.json` from its first
+moment; it says "incomplete" until the manifest beside it is whole, so a killed run can not be taken for a scored one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import prism_fast
+from prism_fast.harness.bundle import Bundle, load_bundle
+from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
+from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
+from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
+from prism_fast.harness.seed_run import SeedRun
+from prism_fast.profiling.machine import usable_cpus
+from prism_fast.protocol import constants as c
+from prism_fast.protocol import manifest as m
+from prism_fast.protocol.canonical import write_json
+from prism_fast.protocol.errors import EXIT_SCORED, BundleRejected, EngineFault, PrismError, UsageError
+from prism_fast.protocol.run_spec import RunSpec
+
+PUBLIC_SEEDS = 3
+SEED_FILES = (
+    c.RUN_MANIFEST_FILE,
+    c.TRAIN_SERIES_FILE,
+    c.THROUGHPUT_PROFILE_FILE,
+    c.RUN_SPEC_FILE,
+    c.LEDGER_FILE,
+    c.OBSERVATIONS_FILE,
+    c.HELDOUT_FILE,
+    c.HELDOUT_DOCUMENTS_FILE,
+    c.LEDGER_CHAIN_FILE,
+    c.WEIGHTS_FILE,
+    c.TRAINER_LOG_FILE,
+    c.EVALUATOR_LOG_FILE,
+)
+
+
+def score_bundle(
+    request: ScoreRequest,
+    reporter: Reporter | None = None,
+    stop: StopFlag | None = None,
+) -> m.RunSummary:
+    """Scores every seed of `request`, writes `RUN/seed-<seed>/` and `RUN/summary.json`, returns the summary.
+
+    Raises PrismError for what is wrong before any seed starts (usage, data, bundle shape). What goes wrong in a seed
+    is in the summary: its exit code, rule and sentence; the seeds after it are not run.
+    """
+    reporter = reporter or SilentReporter()
+    stop = stop or StopFlag()
+    with graceful_interrupts(stop):
+        prepared = _prepare(request, reporter)
+        request.out.mkdir(parents=True, exist_ok=True)
+        results: list[m.SeedResult] = []
+        for seed in request.seeds:
+            results.append(_score_seed(request, prepared, seed, reporter, stop))
+            if results[-1].status != "scored" or stop.reason is not None:
+                break
+        summary = _summarise(prepared.bundle, results)
+        write_json(request.out / c.SUMMARY_FILE, summary.model_dump(mode="json"))
+        return summary
+
+
+# ------------------------------------------------------------------------------------------------------- preparation
+
+
+def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
+    from prism_fast.data.corpus import resolve_data, verify_corpus
+    from prism_fast.data.tokenizers import reference_tokenizer
+
+    _check_request(request)
+    bundle = load_bundle(request.bundle)
+    tokenizer = reference_tokenizer(request.tokenizer)
+    seconds: dict[str, float] = {}
+
+    began = monotonic()
+    reporter.stage(f"reading {request.data}")
+    corpus = resolve_data(request.data, tokenizer, request.cache_dir, reporter.packing)
+    val_corpus = resolve_data(request.val, tokenizer, request.cache_dir, reporter.packing) if request.val else corpus
+    seconds["data_resolve"] = monotonic() - began
+
+    began = monotonic()
+    reporter.stage("verifying checksums")
+    for folder in dict.fromkeys((corpus.folder, val_corpus.folder)):
+        verify_corpus(folder)
+    seconds["data_verify"] = monotonic() - began
+    if "train" not in corpus.splits or not corpus.split("train").tokens:
+        raise UsageError(
+            f"{request.data}: no train split with text in it; splits: {', '.join(corpus.splits) or 'none'}"
+        )
+    if not _has_val(val_corpus):
+        if request.val:
+            raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
+        reporter.warn(f"{request.data} has no val split and no --val was given: the score is degraded")
+    isolation = "none"
+    if request.seal == "sealed":
+        isolation = resolve_isolation(request.isolation)
+        if isolation == "none" and request.isolation == "auto":
+            reporter.warn(f"isolation: none, the bundle runs unsandboxed as this user: {bwrap_fault()}")
+    return Prepared(
+        bundle=bundle,
+        corpus=corpus,
+        val_corpus=val_corpus if _has_val(val_corpus) else None,
+        tokenizer=tokenizer,
+        byte_tokenizer=reference_tokenizer("bytes"),
+        isolation=isolation,
+        seconds=seconds,
+    )
+
+
+def _check_request(request: ScoreRequest) -> None:
+    if request.nproc > c.MAX_NPROC or request.nproc < 1:
+        raise BundleRejected(
+            f"--nproc {request.nproc}: a run is bound to one node with 1 to {c.MAX_NPROC} processes",
+            rule=c.RULE_SINGLE_NODE_BOUND,
+        )
+    for option, value, available in (
+        ("--capture", request.capture, ("strict",)),
+        ("--accounting", request.accounting, ("exact",)),
+    ):
+        if value not in available:
+            raise UsageError(
+                f"{option} {value} is not built into this version ({prism_fast.__version__}); "
+                f"use {option} {' or '.join(available)}"
+            )
+    if request.seal == "open" and request.isolation == "bwrap":
+        raise UsageError(
+            "--isolation bwrap: open mode runs the bundle in the process that scores it; use --seal sealed"
+        )
+    if not request.seeds:
+        raise UsageError("--seeds names no seed; give at least one, for example --seeds 1337")
+    if len(set(request.seeds)) != len(request.seeds):
+        raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: each seed once")
+    if request.sequence_length < 2:
+        raise UsageError(f"--seq-len {request.sequence_length}: expected at least 2")
+    positive: tuple[tuple[str, float | None], ...] = (
+        ("--batch-size", request.batch_size),
+        ("--token-budget", request.token_budget),
+        ("--step-budget", request.step_budget),
+        ("--budget-seconds", request.budget_seconds),
+        ("--val-byte-budget", request.val_byte_budget),
+        ("--torch-threads", request.torch_threads),
+        ("--scorer-threads", request.scorer_threads),
+        ("--prefetch", request.prefetch),
+    )
+    for name, number in positive:
+        if number is not None and number <= 0:
+            raise UsageError(f"{name} {number}: expected more than 0")
+    if any(seed < 0 for seed in request.seeds):
+        raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: a seed is 0 or more")
+
+
+def _has_val(corpus: Any) -> bool:
+    return "val" in corpus.splits and corpus.split("val").tokens > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- one seed
+
+
+def _score_seed(
+    request: ScoreRequest, prepared: Prepared, seed: int, reporter: Reporter, stop: StopFlag
+) -> m.SeedResult:
+    run_dir = (request.out / f"seed-{seed}").absolute()
+    spec = _freeze_spec(request, prepared, seed)
+    if request.resume and (finished := _finished(run_dir, spec)) is not None:
+        reporter.stage(f"seed {seed}: already scored, skipped")
+        return finished
+    _fresh_directory(run_dir)
+    _write_status(run_dir, "incomplete", spec, None)
+    try:
+        manifest = SeedRun(request, prepared, spec, run_dir, reporter, stop).run()
+    except KeyboardInterrupt:
+        raise EngineFault(f"interrupted twice: {run_dir} is left incomplete") from None
+    except PrismError as error:
+        _write_status(run_dir, "rejected" if isinstance(error, BundleRejected) else "failed", spec, error)
+        return _seed_result(seed, run_dir, error=error)
+    except OSError as error:
+        fault = EngineFault(f"{error.filename or run_dir}: {error.strerror or error}")
+        _write_status(run_dir, "failed", spec, fault)
+        return _seed_result(seed, run_dir, error=fault)
+    _write_status(run_dir, "scored", spec, None)
+    return _seed_result(seed, run_dir, manifest=manifest)
+
+
+def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpec:
+    threads = request.torch_threads or max(1, usable_cpus() // request.nproc)
+    return RunSpec(
+        engine_version=prism_fast.__version__,
+        bundle_digest=prepared.bundle.digest,
+        seed=seed,
+        seal=request.seal,  # type: ignore[arg-type]
+        capture=request.capture,  # type: ignore[arg-type]
+        isolation=prepared.isolation,  # type: ignore[arg-type]
+        accounting=request.accounting,  # type: ignore[arg-type]
+        tokenizer=prepared.tokenizer.name,
+        tokenizer_fingerprint=prepared.tokenizer.fingerprint,
+        corpus_fingerprint=prepared.corpus.fingerprint,
+        val_corpus_fingerprint=prepared.val_corpus.fingerprint if prepared.val_corpus else None,
+        val_byte_budget=request.val_byte_budget,
+        vocab_size=-(-prepared.tokenizer.n_vocab // 64) * 64,
+        sequence_length=request.sequence_length,
+        batch_size=request.batch_size,
+        token_budget=request.token_budget,
+        step_budget=request.step_budget,
+        budget_seconds=request.budget_seconds,
+        watchdog_grace_seconds=request.watchdog_grace_seconds,
+        artifacts_quota_bytes=request.artifacts_quota_bytes,
+        world_size=request.nproc,
+        device=request.device,  # type: ignore[arg-type]
+        torch_threads=threads,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- directories
+
+
+def _fresh_directory(run_dir: Path) -> None:
+    """An empty seed directory. One of an earlier run is cleared; anything else there is not ours to touch."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{run_dir}: a file is in the way; expected a directory or nothing")
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / c.RUN_STATUS_FILE).is_file():
+        raise UsageError(f"{run_dir}: not empty and not an earlier run's directory; choose another --out")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in SEED_FILES:
+        (run_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / c.ARTIFACTS_DIR, ignore_errors=True)
+    (run_dir / c.ARTIFACTS_DIR).mkdir()
+
+
+def _write_status(run_dir: Path, status: str, spec: RunSpec, error: PrismError | None) -> None:
+    exit_code = {"incomplete": None, "scored": EXIT_SCORED}.get(status, error.exit_code if error else None)
+    document = m.RunStatus(
+        status=status,  # type: ignore[arg-type]
+        exit_code=exit_code,
+        rule=error.rule if error else None,
+        message=str(error) if error else None,
+        run_spec_sha256=spec.hash,
+    )
+    write_json(run_dir / c.RUN_STATUS_FILE, document.model_dump(mode="json"))
+
+
+def _finished(run_dir: Path, spec: RunSpec) -> m.SeedResult | None:
+    """The result of an earlier, whole run of exactly this spec, or None."""
+    try:
+        status = m.RunStatus.model_validate_json((run_dir / c.RUN_STATUS_FILE).read_bytes())
+        manifest = m.RunManifest.model_validate_json((run_dir / c.RUN_MANIFEST_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if status.status != "scored" or status.run_spec_sha256 != spec.hash:
+        return None
+    return _seed_result(spec.seed, run_dir, manifest=manifest)
+
+
+def _seed_result(
+    seed: int, run_dir: Path, *, manifest: m.RunManifest | None = None, error: PrismError | None = None
+) -> m.SeedResult:
+    score = manifest.score if manifest else None
+    return m.SeedResult(
+        seed=seed,
+        status="scored" if manifest else "rejected" if isinstance(error, BundleRejected) else "failed",
+        exit_code=error.exit_code if error else EXIT_SCORED,
+        rule=error.rule if error else None,
+        message=str(error) if error else None,
+        run_dir=run_dir.name,
+        final_score=score.final_score if score else None,
+        prequential_bpb=score.prequential_bpb if score else None,
+        heldout_delta=score.heldout_delta if score else None,
+        val_bpb_trained=score.val_bpb_trained if score else None,
+        flags=score.flags if score else [],
+        emission_crown_eligible=bool(score and score.emission_crown_eligible),
+    )
+
+
+def _summarise(bundle: Bundle, results: list[m.SeedResult]) -> m.RunSummary:
+    scored = [r for r in results if r.status == "scored"]
+
+    def spread(name: str) -> m.Spread | None:
+        values = [v for r in scored if (v := getattr(r, name)) is not None]
+        if not values:
+            return None
+        return m.Spread(
+            mean=statistics.fmean(values), std=statistics.stdev(values) if len(values) > 1 else None, n=len(values)
+        )
+
+    return m.RunSummary(
+        submission_id=bundle.submission_id,
+        posture="public" if len({r.seed for r in scored}) >= PUBLIC_SEEDS else "provisional",
+        seeds=results,
+        final_score=spread("final_score"),
+        prequential_bpb=spread("prequential_bpb"),
+        heldout_delta=spread("heldout_delta"),
+        exit_code=next((r.exit_code for r in results if r.exit_code), 0),
+    )
