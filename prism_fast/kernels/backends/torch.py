@@ -121,7 +121,7 @@ def linear_token_nll(
 
 def loss_rows(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [N], lse [N] float64, faults [1]) as one differentiable expression."""
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if logits.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
         check_targets(target, logits.shape[1], options.ignore_index)
     r = _rows(logits, target, options.ignore_index, options.softcap)
     eps, weight = options.label_smoothing, options.class_weight
