@@ -190,9 +190,9 @@ struct GradWriter {
     const RowGrad out{row_of(grad, row),
                       grad.vocab_stride,
                       lse,
-                      upstream * (hit + each * weight_total + 2.0 * options.z_loss * lse),
-                      upstream * each,
                       upstream * hit,
+                      upstream * (each * weight_total + 2.0 * options.z_loss * lse),
+                      upstream * each,
                       stream};
     loops().grad[static_cast<int>(logits.dtype)](in, out);
   }

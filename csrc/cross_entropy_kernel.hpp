@@ -399,8 +399,8 @@ RowTerms row_terms(const RowIn& in) {
   return row_terms_of<Isa, T, false, false, false>(in);
 }
 
-// grad[v] = (scale * exp(z'[v] - lse) - uniform * w[v]) * dz'/dz, for every class; the target's own term is put in
-// afterwards, from double.
+// grad[v] = ((hit + rest) * exp(z'[v] - lse) - uniform * w[v]) * dz'/dz, for every class; the target's own term is put
+// in afterwards, from double.
 template <class Isa, class T, bool kCap, bool kSmooth>
 void row_grad_of(const RowIn& in, const RowGrad& grad) {
   using F = Vec<Isa>;
@@ -409,7 +409,8 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
   const T* z = static_cast<const T*>(in.logits);
   const C* w = static_cast<const C*>(in.class_weight);
   T* out = static_cast<T*>(grad.out);
-  const double all = grad.scale + grad.uniform + grad.lse;
+  const double scale = grad.hit + grad.rest;
+  const double all = scale + grad.uniform + grad.lse;
   if (all != all) {  // a faulty row. One NaN for all: rounding to a narrower type minds no other kind
     for (std::int64_t v = 0; v < in.vocab; ++v) out[v * grad.stride] = from_scalar<Isa, T>(__builtin_nanf(""));
     return;
@@ -420,7 +421,7 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
   const C high = static_cast<C>(grad.lse);
   const double low = high - high == 0 ? grad.lse - static_cast<double>(high) : 0.0;
   const F lse = Isa::set1(high);
-  const Exp<Isa> scaled_exp(grad.scale * ::exp(-low));
+  const Exp<Isa> scaled_exp(scale * ::exp(-low));
   const F uniform = Isa::set1(static_cast<C>(grad.uniform));
 
   C target_capped = 0;
@@ -498,7 +499,7 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
     // p - 1 from expm1, exact where p is close to 1.
     const double weight = kSmooth && w != nullptr ? static_cast<double>(w[in.target]) : 1.0;
     const double log_p = static_cast<double>(target_capped) - grad.lse;
-    const double g = (grad.hit * ::expm1(log_p) + (grad.scale - grad.hit) * ::exp(log_p) - grad.uniform * weight) *
+    const double g = (grad.hit * ::expm1(log_p) + grad.rest * ::exp(log_p) - grad.uniform * weight) *
                      static_cast<double>(first_lane<Isa>(target_slope));
     out[in.target * grad.stride] = from_scalar<Isa, T>(static_cast<C>(g));
   }

@@ -12,6 +12,7 @@ from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
 from prism_fast.kernels.dispatch import backend_for
 from prism_fast.kernels.from_logits import (
     check_options,
+    correction,
     fuses,
     once,
     options_as_arguments,
@@ -140,7 +141,7 @@ class _Fused(torch.autograd.Function):
                 hidden, weight, bias, target, lse, upstream.expand(len(target)), ctx.options, ctx.chunk, ctx.needs
             )
         else:
-            factor = upstream / expected
+            factor = correction(upstream, expected)
             for grad in grads:
                 if grad is not None:
                     lines = grad.view(1, -1) if grad.dim() == 1 else grad
@@ -217,7 +218,7 @@ def _setup_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _backward_fused(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     expected, *grads = ctx.saved_tensors
-    factor = upstream / expected
+    factor = correction(upstream, expected)
     scaled = [(grad * factor).to(grad.dtype) if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
     return *scaled, *([None] * 11)
 

@@ -210,7 +210,7 @@ class _Rows(torch.autograd.Function):
         grad, ctx.grad, ctx.done = ctx.grad, None, True
         upstream = upstream.detach()
         if not inputs:
-            backend_for(grad.device).scale_rows(grad, upstream / expected)
+            backend_for(grad.device).scale_rows(grad, correction(upstream, expected))
         elif grad is None or not _same_numbers(upstream, expected):
             rows, target, lse = inputs
             rows = rows.detach()
@@ -218,6 +218,14 @@ class _Rows(torch.autograd.Function):
                 grad = rows if ctx.inplace else torch.empty_like(rows)
             backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
         return once(grad), None, None, None, None
+
+
+def correction(upstream: Tensor, expected: Tensor) -> Tensor:
+    """What a gradient made for the upstream gradient `expected` is to be multiplied by.
+
+    `expected` is infinite for the mean of no targets; the gradient is 0 then, and stays it.
+    """
+    return torch.where(expected.isfinite(), upstream / expected, 1.0)
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
