@@ -27,33 +27,34 @@ constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 std::int64_t size_of(Dtype dtype) { return dtype == Dtype::kF64 ? 8 : dtype == Dtype::kF32 ? 4 : 2; }
 
 Loops choose_loops() {
+  const Loops portable = portable_loops();
+#if defined(__x86_64__)
   const char* asked = std::getenv("PRISM_FAST_ISA");
   const std::string_view wanted = asked == nullptr ? "" : asked;
-  const auto allowed = [&](std::string_view name, bool has) { return has && (wanted.empty() || wanted == name); };
-  Loops loops = portable_loops();
-#if defined(__x86_64__)
+  const auto takes = [&](std::string_view name, bool has) { return has && (wanted.empty() || wanted == name); };
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   Loops best;
-  if (allowed("avx512bf16", bf16)) {
+  if (takes("avx512bf16", bf16)) {
     best = avx512bf16_loops();
-  } else if (allowed("avx512", avx512)) {
+  } else if (takes("avx512", avx512)) {
     best = avx512_loops();
-  } else if (allowed("avx2", avx2)) {
+  } else if (takes("avx2", avx2)) {
     best = avx2_loops();
   } else {
-    return loops;
+    return portable;
   }
   constexpr int kDouble = static_cast<int>(Dtype::kF64);
-  best.terms[kDouble] = loops.terms[kDouble];
-  best.grad[kDouble] = loops.grad[kDouble];
-  best.scale[kDouble] = loops.scale[kDouble];
-  loops = best;
+  best.terms[kDouble] = portable.terms[kDouble];
+  best.grad[kDouble] = portable.grad[kDouble];
+  best.scale[kDouble] = portable.scale[kDouble];
+  return best;
+#else
+  return portable;
 #endif
-  return loops;
 }
 
 const Loops& loops() {
@@ -189,9 +190,9 @@ struct GradWriter {
     const RowGrad out{row_of(grad, row),
                       grad.vocab_stride,
                       lse,
-                      upstream * (hit + each * weight_total + 2.0 * options.z_loss * lse),
-                      upstream * each,
                       upstream * hit,
+                      upstream * (each * weight_total + 2.0 * options.z_loss * lse),
+                      upstream * each,
                       stream};
     loops().grad[static_cast<int>(logits.dtype)](in, out);
   }

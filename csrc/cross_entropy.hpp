@@ -107,8 +107,9 @@ void scale_rows(const Matrix& rows, const void* factor, std::int64_t factor_stri
 // Sum of float or double values, through double, first to last.
 double sum_rows(const void* values, bool is_double, std::int64_t count);
 
-// "avx512bf16", "avx512", "avx2" or "portable": the instruction set in use, the best this processor has. The
-// environment variable PRISM_FAST_ISA, read once, asks for another; one that the processor lacks is not taken.
+// "avx512bf16", "avx512", "avx2", "neon" or "portable": the instruction set in use, the best this processor has. The
+// first three give the same bits. The environment variable PRISM_FAST_ISA, read once, asks for another; one that the
+// processor lacks is not taken.
 const char* cross_entropy_isa();
 
 }  // namespace prism

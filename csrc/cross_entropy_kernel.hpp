@@ -22,51 +22,81 @@ template <class Isa>
 using Vec = typename Isa::F;
 
 template <class Isa>
+using Registers = Vec<Isa>[kLanes / Isa::kWidth];
+
+template <class Isa>
 inline constexpr int kRegs = kLanes / Isa::kWidth;
 
-// exp(x) for x in [kExpFloor, 0] and a little above: 2^n * p(r), x = n ln 2 + r, |r| <= ln(2) / 2, p of degree 6 with
-// relative error 3e-9 before rounding. Below the floor the scale 2^n has an all-zero exponent: exactly 0. NaN stays.
-constexpr float kExpFloor = -88.0f;
-constexpr double kExpFloorDouble = -746.0;
-
+// factor * exp(x), for x up to a little above 0: x = n ln 2 + r with |r| <= ln(2) / 2, and 2^n * p(r) with p of degree
+// 5 (relative error 1.1e-7, none at 0). The factor is multiplied into p's coefficients, so it costs nothing. Below
+// `floor` the scale 2^n has an all-zero exponent field: exactly 0, without a branch. NaN stays NaN.
 template <class Isa>
-inline Vec<Isa> exp_floor() {
-  if constexpr (Isa::kDouble) {
-    return Isa::set1(kExpFloorDouble);
-  } else {
-    return Isa::set1(kExpFloor);
+struct Exp {
+  using F = Vec<Isa>;
+  using C = typename Isa::Scalar;
+
+  explicit Exp(double factor = 1.0)
+      : floor(Isa::set1(Isa::kDouble ? C(-746) : C(-88))),
+        c0(Isa::set1(static_cast<C>(factor))),
+        c2(Isa::set1(static_cast<C>(factor * 0x1.fffdfcp-2))),
+        c3(Isa::set1(static_cast<C>(factor * 0x1.5557b0p-3))),
+        c4(Isa::set1(static_cast<C>(factor * 0x1.572a64p-5))),
+        c5(Isa::set1(static_cast<C>(factor * 0x1.106250p-7))) {}
+
+  F clamp(F x) const { return Isa::max(floor, x); }
+
+  // factor * exp(x), x clamped.
+  F operator()(F x) const {
+    if constexpr (Isa::kDouble) {
+      return c0 * ::exp(x);
+    } else {
+      F power;
+      const F p = parts(x, power);
+      return Isa::mul(p, power);
+    }
   }
-}
 
-template <class Isa>
-inline Vec<Isa> exp_of(Vec<Isa> x) {
-  if constexpr (Isa::kDouble) {
-    return ::exp(x);
-  } else {
+  // sum + factor * exp(x), x clamped.
+  F add_to(F sum, F x) const {
+    if constexpr (Isa::kDouble) {
+      return sum + c0 * ::exp(x);
+    } else {
+      F power;
+      const F p = parts(x, power);
+      return Isa::fma(p, power, sum);
+    }
+  }
+
+ private:
+  F parts(F x, F& power) const {
     // Adding 1.5 * 2^23 rounds to an integer that sits in the low bits; 127 more makes it a float's exponent field.
-    const auto magic = Isa::set1(12582912.0f + 127.0f);
-    const auto shifted = Isa::fma(x, Isa::set1(0x1.715476p+0f), magic);
-    const auto n = Isa::sub(shifted, magic);
-    // ln 2 in two parts, the first with few enough bits for n * part to be exact without a fused multiply-add.
-    auto r = Isa::fma(n, Isa::set1(-0.693359375f), x);
-    r = Isa::fma(n, Isa::set1(2.12194440e-4f), r);
-    auto p = Isa::fma(Isa::set1(0x1.6a23d0p-10f), r, Isa::set1(0x1.123a20p-7f));
-    p = Isa::fma(p, r, Isa::set1(0x1.5558f2p-5f));
-    p = Isa::fma(p, r, Isa::set1(0x1.555492p-3f));
-    p = Isa::fma(p, r, Isa::set1(0x1.fffffcp-2f));
-    p = Isa::fma(p, r, Isa::set1(1.0f));
-    p = Isa::fma(p, r, Isa::set1(1.0f));
-    return Isa::mul(p, Isa::low_bits_as_exponent(shifted));
+    const F magic = Isa::set1(12582912.0f + 127.0f);
+    const F shifted = Isa::fma(x, Isa::set1(0x1.715476p+0f), magic);
+    const F n = Isa::sub(shifted, magic);
+    F r;
+    if constexpr (Isa::kFused) {
+      r = Isa::fma(n, Isa::set1(-0x1.62e430p-1f), x);
+    } else {  // ln 2 in two parts, the first short enough for n times it to be exact
+      r = Isa::fma(n, Isa::set1(-0.693359375f), x);
+      r = Isa::fma(n, Isa::set1(2.12194440e-4f), r);
+    }
+    F p = Isa::fma(c5, r, c4);
+    p = Isa::fma(p, r, c3);
+    p = Isa::fma(p, r, c2);
+    p = Isa::fma(p, r, c0);
+    p = Isa::fma(p, r, c0);
+    power = Isa::low_bits_as_exponent(shifted);
+    return p;
   }
-}
+
+  F floor, c0, c2, c3, c4, c5;
+};
 
 // z' = cap * tanh(z / cap), and dz'/dz = 1 - tanh^2 where wanted.
 template <class Isa>
 struct Softcap {
   using F = Vec<Isa>;
   using C = typename Isa::Scalar;
-  F cap;
-  F inverse;
 
   explicit Softcap(double value)
       : cap(Isa::set1(static_cast<C>(value))), inverse(Isa::set1(static_cast<C>(1.0 / value))) {}
@@ -92,7 +122,7 @@ struct Softcap {
     } else {
       const F one = Isa::set1(1.0f);
       const F a = Isa::abs(x);
-      const F e = exp_of<Isa>(Isa::max(Isa::set1(kExpFloor), Isa::mul(a, Isa::set1(-2.0f))));
+      const F e = exp(exp.clamp(Isa::mul(a, Isa::set1(-2.0f))));
       const F inverse_sum = Isa::div(one, Isa::add(one, e));
       const F large = Isa::mul(Isa::sub(one, e), inverse_sum);
       // Near 0, 1 - e loses the leading digits: an odd polynomial instead (error 4e-9 of tanh for |x| < 0.625).
@@ -106,11 +136,14 @@ struct Softcap {
       return Isa::mul(cap, Isa::copy_sign(Isa::select_less(a, Isa::set1(0.625f), small, large), x));
     }
   }
+
+  F cap, inverse;
+  Exp<Isa> exp;
 };
 
 // Sum of the 32 lanes in one order for every register width: halves added down to 8 lanes, those in double.
 template <class Isa>
-inline double sum_lanes(Vec<Isa> (&r)[kRegs<Isa>]) {
+inline double sum_lanes(Registers<Isa>& r) {
   constexpr int kLast = Isa::kWidth >= 8 ? 1 : 8 / Isa::kWidth;
   for (int half = kRegs<Isa> / 2; half >= kLast; half /= 2) {
     for (int k = 0; k < half; ++k) r[k] = Isa::add(r[k], r[k + half]);
@@ -127,7 +160,7 @@ inline double sum_lanes(Vec<Isa> (&r)[kRegs<Isa>]) {
 }
 
 template <class Isa>
-inline typename Isa::Scalar max_lanes(Vec<Isa> (&r)[kRegs<Isa>]) {
+inline typename Isa::Scalar max_lanes(Registers<Isa>& r) {
   for (int half = kRegs<Isa> / 2; half >= 1; half /= 2) {
     for (int k = 0; k < half; ++k) r[k] = Isa::max(r[k], r[k + half]);
   }
@@ -187,48 +220,93 @@ inline const T* contiguous(const T* z, std::int64_t stride, std::int64_t n, T* b
   return buffer;
 }
 
+// Calls use(pointer) for each 32 numbers of a block.
+template <class T, class Use>
+inline void each_32(const T* z, std::int64_t full, const T* tail, const Use& use) {
+  for (std::int64_t i = 0; i < full; i += kLanes) use(z + i);
+  if (tail != nullptr) use(tail);
+}
+
+// The largest number of a block; NaN may be missed.
+template <class Isa>
+inline typename Isa::Scalar block_max(const typename Isa::Scalar* z, std::int64_t full,
+                                      const typename Isa::Scalar* tail) {
+  using C = typename Isa::Scalar;
+  Registers<Isa> best;
+  for (auto& b : best) b = Isa::set1(-static_cast<C>(kInfinity));
+  each_32(z, full, tail, [&](const C* p) {
+    for (int k = 0; k < kRegs<Isa>; ++k) best[k] = Isa::max(best[k], Isa::load(p + k * Isa::kWidth));
+  });
+  return max_lanes<Isa>(best);
+}
+
+// The same for 16-bit numbers, by their bits: those without a sign bit are in the order of signed integers and above
+// all others, those with one are in reverse order of unsigned integers. Twice the numbers an instruction, unconverted.
+template <class Isa, class T>
+inline float block_max(const T* z, std::int64_t full, const T* tail) {
+  typename Isa::I16 signed_max = Isa::set1_16(-32768);
+  typename Isa::I16 unsigned_min = Isa::set1_16(-1);
+  constexpr int kPer = sizeof(typename Isa::I16) / sizeof(T);
+  each_32(z, full, tail, [&](const T* p) {
+    for (int k = 0; k < kLanes; k += kPer) {
+      const auto v = Isa::load_16(p + k);
+      signed_max = Isa::max_signed_16(signed_max, v);
+      unsigned_min = Isa::min_unsigned_16(unsigned_min, v);
+    }
+  });
+  std::int16_t signs[kPer];
+  std::uint16_t others[kPer];
+  memcpy(signs, &signed_max, sizeof signs);
+  memcpy(others, &unsigned_min, sizeof others);
+  std::int16_t best = signs[0];
+  std::uint16_t least = others[0];
+  for (int j = 1; j < kPer; ++j) {
+    best = signs[j] > best ? signs[j] : best;
+    least = others[j] < least ? others[j] : least;
+  }
+  return to_scalar<Isa>(T{best >= 0 ? static_cast<std::uint16_t>(best) : least});
+}
+
 // The terms of one block, whose target, if any, is left out already.
 template <class Isa, class T, bool kCap, bool kSmooth, bool kMoment>
-inline RowTerms block_terms(const T* z, std::int64_t n, const typename Isa::Scalar* w, const Softcap<Isa>* softcap,
+inline RowTerms block_terms(const T* z, std::int64_t n, const typename Isa::Scalar* w, const Softcap<Isa>& softcap,
                             bool prefetch) {
   using F = Vec<Isa>;
   using C = typename Isa::Scalar;
   constexpr int R = kRegs<Isa>;
   constexpr int W = Isa::kWidth;
   const std::int64_t full = n - n % kLanes;
-  T tail[kLanes];
+  // What does not fill 32 lanes goes through a copy filled up with -inf.
+  T padded[kLanes];
+  const T* tail = nullptr;
   if (full < n) {
-    for (std::int64_t i = full; i < n; ++i) tail[i - full] = z[i];
-    for (std::int64_t i = n; i < full + kLanes; ++i) tail[i - full] = minus_infinity<T>();
+    for (std::int64_t i = 0; i < kLanes; ++i) padded[i] = full + i < n ? z[full + i] : minus_infinity<T>();
+    tail = padded;
   }
 
-  F best[R];
-  for (int k = 0; k < R; ++k) best[k] = Isa::set1(-static_cast<C>(kInfinity));
-  for (std::int64_t i = 0; i < full; i += kLanes) {
-    for (int k = 0; k < R; ++k) best[k] = Isa::max(best[k], Isa::load(z + i + k * W));
+  C max;
+  if constexpr (sizeof(T) == 2) {
+    max = block_max<Isa, T>(z, full, tail);
+  } else {
+    max = block_max<Isa>(z, full, tail);
   }
-  if (full < n) {
-    for (int k = 0; k < R; ++k) best[k] = Isa::max(best[k], Isa::load(tail + k * W));
-  }
-  C max = max_lanes<Isa>(best);
-  if constexpr (kCap) max = first_lane<Isa>((*softcap)(Isa::set1(max)));
+  if constexpr (kCap) max = first_lane<Isa>(softcap(Isa::set1(max)));
   // A block of -inf has no maximum to subtract; NaN must still come through.
   const C origin = max == -static_cast<C>(kInfinity) ? C{0} : max;
 
-  const F floor = exp_floor<Isa>();
+  const Exp<Isa> exp;
   const F shift = Isa::set1(origin);
-  F sum[R], moment[R], distance[R], weight[R];
+  Registers<Isa> sum, moment, distance, weight;
   for (int k = 0; k < R; ++k) sum[k] = moment[k] = distance[k] = weight[k] = Isa::set1(0);
   const auto capped = [&](F logit) {
-    if constexpr (kCap) logit = (*softcap)(logit);
+    if constexpr (kCap) logit = softcap(logit);
     return logit;
   };
   const auto add_term = [&](F logit, int k) {
     const F d = Isa::sub(logit, shift);
-    const F clamped = Isa::max(floor, d);
-    const F e = exp_of<Isa>(clamped);
-    sum[k] = Isa::add(sum[k], e);
-    if constexpr (kMoment) moment[k] = Isa::fma(e, clamped, moment[k]);
+    const F clamped = exp.clamp(d);
+    sum[k] = exp.add_to(sum[k], clamped);
+    if constexpr (kMoment) moment[k] = Isa::fma(exp(clamped), clamped, moment[k]);
     return d;
   };
   for (std::int64_t i = 0; i < full; i += kLanes) {
@@ -237,8 +315,14 @@ inline RowTerms block_terms(const T* z, std::int64_t n, const typename Isa::Scal
         __builtin_prefetch(reinterpret_cast<const char*>(z + i + kBlock) + byte);
       }
     }
+    Registers<Isa> logits;
+    if constexpr (kSmooth) {  // class weights come in order
+      for (int k = 0; k < R; ++k) logits[k] = Isa::load(z + i + k * W);
+    } else {
+      Isa::load_32(z + i, logits);
+    }
     for (int k = 0; k < R; ++k) {
-      const F d = add_term(capped(Isa::load(z + i + k * W)), k);
+      const F d = add_term(capped(logits[k]), k);
       if constexpr (kSmooth) {
         if (w != nullptr) {
           const F wk = Isa::load(w + i + k * W);
@@ -252,7 +336,7 @@ inline RowTerms block_terms(const T* z, std::int64_t n, const typename Isa::Scal
   }
   double tail_distance = 0.0;
   double tail_weight = 0.0;
-  if (full < n) {
+  if (tail != nullptr) {
     C lanes[kLanes];
     for (int k = 0; k < R; ++k) Isa::store(lanes + k * W, capped(Isa::load(tail + k * W)));
     for (std::int64_t i = n - full; i < kLanes; ++i) lanes[i] = -static_cast<C>(kInfinity);  // the cap moved them
@@ -288,7 +372,7 @@ RowTerms row_terms_of(const RowIn& in) {
     for (std::int64_t i = begin; i < end; i += kBlock) {
       const std::int64_t n = end - i < kBlock ? end - i : kBlock;
       const T* block = contiguous(z + i * in.stride, in.stride, n, buffer);
-      merge(row, block_terms<Isa, T, kCap, kSmooth, kMoment>(block, n, w != nullptr ? w + i : nullptr, &softcap,
+      merge(row, block_terms<Isa, T, kCap, kSmooth, kMoment>(block, n, w != nullptr ? w + i : nullptr, softcap,
                                                              in.stride == 1));
     }
   };
@@ -315,8 +399,8 @@ RowTerms row_terms(const RowIn& in) {
   return row_terms_of<Isa, T, false, false, false>(in);
 }
 
-// grad[v] = (scale * exp(z'[v] - lse) - uniform * w[v]) * dz'/dz, for every class; the target's own term is put in
-// afterwards, from double.
+// grad[v] = ((hit + rest) * exp(z'[v] - lse) - uniform * w[v]) * dz'/dz, for every class; the target's own term is put
+// in afterwards, from double.
 template <class Isa, class T, bool kCap, bool kSmooth>
 void row_grad_of(const RowIn& in, const RowGrad& grad) {
   using F = Vec<Isa>;
@@ -325,14 +409,20 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
   const T* z = static_cast<const T*>(in.logits);
   const C* w = static_cast<const C*>(in.class_weight);
   T* out = static_cast<T*>(grad.out);
+  const double scale = grad.hit + grad.rest;
+  const double all = scale + grad.uniform + grad.lse;
+  if (all != all) {  // a faulty row. One NaN for all: rounding to a narrower type minds no other kind
+    for (std::int64_t v = 0; v < in.vocab; ++v) out[v * grad.stride] = from_scalar<Isa, T>(__builtin_nanf(""));
+    return;
+  }
   const Softcap<Isa> softcap(kCap ? in.softcap : 1.0);
-  // lse in two parts: rounding it to float would move every probability by the rounding error of a large offset.
+  // What rounding the lse leaves over goes into the scale: rounded away, it would move every probability by the
+  // rounding error of a large common offset.
   const C high = static_cast<C>(grad.lse);
-  const F lse_high = Isa::set1(high);
-  const F lse_low = Isa::set1(high - high == 0 ? static_cast<C>(grad.lse - static_cast<double>(high)) : C{0});
-  const F scale = Isa::set1(static_cast<C>(grad.scale));
+  const double low = high - high == 0 ? grad.lse - static_cast<double>(high) : 0.0;
+  const F lse = Isa::set1(high);
+  const Exp<Isa> scaled_exp(scale * ::exp(-low));
   const F uniform = Isa::set1(static_cast<C>(grad.uniform));
-  const F floor = exp_floor<Isa>();
 
   C target_capped = 0;
   F target_slope = Isa::set1(1);
@@ -345,19 +435,12 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
   const auto value = [&](F logit, F weight) {
     F slope;
     if constexpr (kCap) logit = softcap.with_slope(logit, slope);
-    const F d = Isa::sub(Isa::sub(logit, lse_high), lse_low);
-    const F p = exp_of<Isa>(Isa::max(floor, d));
-    F g = Isa::mul(scale, p);
+    F g = scaled_exp(scaled_exp.clamp(Isa::sub(logit, lse)));
     if constexpr (kSmooth) g = Isa::sub(g, Isa::mul(uniform, weight));
     if constexpr (kCap) g = Isa::mul(g, slope);
     return g;
   };
-  const auto weight_at = [&](std::int64_t i) {
-    if constexpr (kSmooth) {
-      if (w != nullptr) return Isa::load(w + i);
-    }
-    return Isa::set1(1);
-  };
+  const auto weight_at = [&](std::int64_t v) { return w != nullptr ? Isa::load(w + v) : Isa::set1(1); };
   // Fewer than a register's worth: through a padded copy, so that every class has the same bits wherever it falls.
   const auto few = [&](const T* from, T* to, std::int64_t v, std::int64_t n) {
     T in_lanes[W];
@@ -370,6 +453,21 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
     Isa::store(out_lanes, value(Isa::load(in_lanes), Isa::load(weights)));
     for (std::int64_t j = 0; j < n; ++j) to[j] = out_lanes[j];
   };
+  // Two registers' worth.
+  const auto pair = [&](const T* from, T* to, std::int64_t v, bool stream) {
+    F a, b;
+    if constexpr (kSmooth) {  // class weights come in order
+      a = value(Isa::load(from), weight_at(v));
+      b = value(Isa::load(from + W), weight_at(v + W));
+      Isa::store(to, a);
+      Isa::store(to + W, b);
+    } else {
+      Isa::load_pair(from, a, b);
+      a = value(a, a);
+      b = value(b, b);
+      stream ? Isa::stream_pair(to, a, b) : Isa::store_pair(to, a, b);
+    }
+  };
 
   T in_buffer[kBlock];
   T out_buffer[kBlock];
@@ -379,17 +477,18 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
     T* to = grad.stride == 1 ? out + begin : out_buffer;
     std::int64_t i = 0;
     if (grad.stream && grad.stride == 1) {
-      const auto misaligned =
-          static_cast<std::int64_t>((reinterpret_cast<std::uintptr_t>(to) % (W * sizeof(T))) / sizeof(T));
-      if (misaligned != 0) {
-        i = W - misaligned < n ? W - misaligned : n;
-        few(from, to, begin, i);
+      const auto past = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % 64 / sizeof(T));
+      const std::int64_t head = past == 0 ? 0 : static_cast<std::int64_t>(64 / sizeof(T)) - past;
+      for (; i < head && i < n; i += W) {
+        const std::int64_t left = (head < n ? head : n) - i;
+        few(from + i, to + i, begin + i, left < W ? left : W);
       }
-      for (; i + W <= n; i += W) Isa::stream(to + i, value(Isa::load(from + i), weight_at(begin + i)));
+      i = head < n ? head : n;
+      for (; i + 2 * W <= n; i += 2 * W) pair(from + i, to + i, begin + i, true);
     } else {
-      for (; i + W <= n; i += W) Isa::store(to + i, value(Isa::load(from + i), weight_at(begin + i)));
+      for (; i + 2 * W <= n; i += 2 * W) pair(from + i, to + i, begin + i, false);
     }
-    if (i < n) few(from + i, to + i, begin + i, n - i);
+    for (; i < n; i += W) few(from + i, to + i, begin + i, n - i < W ? n - i : W);
     if (grad.stride != 1) {
       for (std::int64_t j = 0; j < n; ++j) out[(begin + j) * grad.stride] = out_buffer[j];
     }
@@ -400,7 +499,7 @@ void row_grad_of(const RowIn& in, const RowGrad& grad) {
     // p - 1 from expm1, exact where p is close to 1.
     const double weight = kSmooth && w != nullptr ? static_cast<double>(w[in.target]) : 1.0;
     const double log_p = static_cast<double>(target_capped) - grad.lse;
-    const double g = (grad.hit * ::expm1(log_p) + (grad.scale - grad.hit) * ::exp(log_p) - grad.uniform * weight) *
+    const double g = (grad.hit * ::expm1(log_p) + grad.rest * ::exp(log_p) - grad.uniform * weight) *
                      static_cast<double>(first_lane<Isa>(target_slope));
     out[in.target * grad.stride] = from_scalar<Isa, T>(static_cast<C>(g));
   }
@@ -420,6 +519,7 @@ void row_scale(void* row, std::int64_t stride, std::int64_t n, double factor) {
   using C = typename Isa::Scalar;
   constexpr int W = Isa::kWidth;
   T* z = static_cast<T*>(row);
+  if (factor != factor) factor = static_cast<double>(__builtin_nanf(""));  // as in row_grad_of
   const Vec<Isa> f = Isa::set1(static_cast<C>(factor));
   std::int64_t i = 0;
   if (stride == 1) {

@@ -29,14 +29,14 @@ struct RowIn {
 // Adds the terms of further classes. Order matters to the last bit: first classes first.
 void merge(RowTerms& terms, RowTerms more);
 
-// grad = (scale * softmax - uniform * w - hit at the target) * dz'/dz.
+// grad = ((hit + rest) * softmax - uniform * w - hit at the target) * dz'/dz.
 struct RowGrad {
   void* out;
   std::int64_t stride;
   double lse;
-  double scale;
-  double uniform;
   double hit;
+  double rest;
+  double uniform;
   bool stream;  // write past the caches
 };
 

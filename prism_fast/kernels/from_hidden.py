@@ -6,12 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prism_fast.kernels.backends import LossOptions
 from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
 from prism_fast.kernels.dispatch import backend_for
-from prism_fast.kernels.from_logits import check_options, fuses, options_as_arguments
+from prism_fast.kernels.from_logits import (
+    check_options,
+    correction,
+    fuses,
+    once,
+    options_as_arguments,
+    raise_twice,
+    runs_eagerly,
+    uses_reference,
+)
 from prism_fast.kernels.reduction import mean_divisor
 from prism_fast.kernels.shapes import as_hidden_rows, autocast_head
 
@@ -58,16 +66,15 @@ def linear_cross_entropy(
     divisor = mean_divisor(ids, options, accumulator) if reduction == "mean" else None
     needs = tuple(tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias))
     wants_grad = torch.is_grad_enabled() and any(needs)
-    compiling = torch.compiler.is_compiling()
 
-    if not compiling and backend_for(rows.device).name == "torch":
+    if uses_reference(rows):
         loss = loss_rows(torch.nn.functional.linear(rows, weight, bias), ids, options)[0]
         total = loss.sum() if reduction != "none" else loss
     elif wants_grad and reduction != "none" and fuses(rows):
         expected = torch.ones((), dtype=accumulator, device=rows.device)
         if divisor is not None:
             expected = expected / divisor
-        if compiling:
+        if not runs_eagerly(rows, weight):
             total = torch.ops.prism_fast.linear_cross_entropy_fused(
                 rows, weight, bias, ids, expected, *options_as_arguments(options), chunk, *needs
             )[0]
@@ -123,9 +130,10 @@ class _Fused(torch.autograd.Function):
         return backend.sum_rows(loss)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, expected, lse = ctx.saved_tensors
+        hidden, weight, upstream = hidden.detach(), weight.detach(), upstream.detach()
+        bias = None if bias is None else bias.detach()
         grads, ctx.grads = ctx.grads, None
         backend = backend_for(hidden.device)
         if grads is None:  # handed out already: a second backward through a retained graph
@@ -133,11 +141,12 @@ class _Fused(torch.autograd.Function):
                 hidden, weight, bias, target, lse, upstream.expand(len(target)), ctx.options, ctx.chunk, ctx.needs
             )
         else:
-            factor = upstream / expected
+            factor = correction(upstream, expected)
             for grad in grads:
                 if grad is not None:
                     lines = grad.view(1, -1) if grad.dim() == 1 else grad
                     backend.scale_rows(lines, factor.expand(len(lines)))
+        grads = [None if grad is None else once(grad) for grad in grads]
         return *grads, None, None, None, None, None
 
 
@@ -209,7 +218,7 @@ def _setup_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _backward_fused(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     expected, *grads = ctx.saved_tensors
-    factor = upstream / expected
+    factor = correction(upstream, expected)
     scaled = [(grad * factor).to(grad.dtype) if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
     return *scaled, *([None] * 11)
 
@@ -325,3 +334,4 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
+_linear_cross_entropy_backward.register_autograd(raise_twice)

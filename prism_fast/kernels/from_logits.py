@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from prism_fast.kernels.backends import LossOptions
 from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
@@ -67,11 +67,10 @@ def cross_entropy(
     divisor = mean_divisor(ids, options, accumulator) if reduction == "mean" else None
     wants_grad = torch.is_grad_enabled() and rows.requires_grad
 
-    if not torch.compiler.is_compiling() and backend_for(rows.device).name == "torch":
-        # Plain torch operations: can be differentiated again, and by torch.func.
+    if uses_reference(rows):
         loss = loss_rows(rows, ids, options)[0]
         total = loss.sum() if reduction != "none" else loss
-    elif wants_grad and (inplace_grad or rows.device.type == "cpu") and not _traced():
+    elif wants_grad and (inplace_grad or rows.device.type == "cpu") and runs_eagerly(rows):
         expected = torch.ones((), dtype=accumulator, device=rows.device)
         if divisor is not None:
             expected = expected / divisor
@@ -114,9 +113,20 @@ def options_as_arguments(options: LossOptions) -> tuple[Tensor | None, int, floa
     return options.class_weight, options.ignore_index, options.label_smoothing, options.z_loss, options.softcap
 
 
-def _traced() -> bool:
-    """Whether torch.compile or torch.func is looking, which see registered operators but not Python state."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+def uses_reference(rows: Tensor) -> bool:
+    """Whether the loss is made of plain torch operations: where that backend is chosen, and under torch.func, whose
+    transforms do not go through registered operators.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return not torch.compiler.is_compiling()
+    return runs_eagerly(rows) and backend_for(rows.device).name == "torch"
+
+
+def runs_eagerly(*tensors: Tensor) -> bool:
+    """Whether numbers are at hand: not while torch.compile traces, nor for fake and other kinds of tensors, for which
+    there are the registered operators.
+    """
+    return not torch.compiler.is_compiling() and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def fuses(rows: Tensor) -> bool:
@@ -125,7 +135,37 @@ def fuses(rows: Tensor) -> bool:
     Not in float16: there the upstream gradient is often a loss scale, which must come in before the gradient is
     rounded, or it comes too late to keep small ones from becoming 0.
     """
-    return rows.dtype != torch.float16 and not torch._C._are_functorch_transforms_active()
+    return rows.dtype != torch.float16
+
+
+class _Once(torch.autograd.Function):
+    """Passes a gradient on; differentiating it again raises, where leaving it out of the graph would give 0."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, attached: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+
+_TWICE = (
+    "the gradient of a fused prism_fast loss cannot be differentiated again: compute the loss under "
+    'prism_fast.kernels.use_backend("torch")'
+)
+
+
+def once(grad: Tensor) -> Tensor:
+    """A gradient that a backward pass returns: where a graph of it is wanted, one that refuses to be used."""
+    if not torch.is_grad_enabled():
+        return grad
+    return _Once.apply(grad, torch.zeros(0, device=grad.device, requires_grad=True))
+
+
+def raise_twice(ctx: Any, *_: Any) -> Any:
+    """The backward of a registered backward."""
+    raise RuntimeError(_TWICE)
 
 
 class _Rows(torch.autograd.Function):
@@ -160,7 +200,6 @@ class _Rows(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.inplace and ctx.done:
             raise RuntimeError(
@@ -169,14 +208,24 @@ class _Rows(torch.autograd.Function):
             )
         expected, *inputs = ctx.saved_tensors
         grad, ctx.grad, ctx.done = ctx.grad, None, True
+        upstream = upstream.detach()
         if not inputs:
-            backend_for(grad.device).scale_rows(grad, upstream / expected)
+            backend_for(grad.device).scale_rows(grad, correction(upstream, expected))
         elif grad is None or not _same_numbers(upstream, expected):
             rows, target, lse = inputs
+            rows = rows.detach()
             if grad is None:
-                grad = rows.detach() if ctx.inplace else torch.empty_like(rows)
+                grad = rows if ctx.inplace else torch.empty_like(rows)
             backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
-        return grad, None, None, None, None
+        return once(grad), None, None, None, None
+
+
+def correction(upstream: Tensor, expected: Tensor) -> Tensor:
+    """What a gradient made for the upstream gradient `expected` is to be multiplied by.
+
+    `expected` is infinite for the mean of no targets; the gradient is 0 then, and stays it.
+    """
+    return torch.where(expected.isfinite(), upstream / expected, 1.0)
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
@@ -266,3 +315,4 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 
 
 _cross_entropy.register_autograd(_backward, setup_context=_setup)
+_cross_entropy_backward.register_autograd(raise_twice)

@@ -37,7 +37,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: `avx512bf16`, `avx512`, `avx2` or `portable` (PRISM_FAST_ISA asks for another)."""
+    """The instruction set in use: avx512bf16, avx512, avx2, neon or portable (PRISM_FAST_ISA asks for another)."""
     return str(_core.cross_entropy_isa())
 
 

@@ -121,7 +121,7 @@ def linear_token_nll(
 
 def loss_rows(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [N], lse [N] float64, faults [1]) as one differentiable expression."""
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if logits.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
         check_targets(target, logits.shape[1], options.ignore_index)
     r = _rows(logits, target, options.ignore_index, options.softcap)
     eps, weight = options.label_smoothing, options.class_weight
@@ -159,10 +159,10 @@ def cross_entropy_backward(
     high = lse.to(z.dtype)
     p = ((z - high[:, None]) - (lse - high).to(z.dtype)[:, None]).exp()
     hit = (1.0 - eps) * weight[index]
-    scale = hit + eps / vocab * weight.sum() + 2.0 * options.z_loss * high
-    grad = scale[:, None] * p - eps / vocab * weight
+    rest = eps / vocab * weight.sum() + 2.0 * options.z_loss * high
+    grad = (hit + rest)[:, None] * p - eps / vocab * weight
     log_p = (z.gather(1, index[:, None])[:, 0].double() - lse).to(z.dtype)
-    at_target = hit * torch.expm1(log_p) + (scale - hit) * log_p.exp() - eps / vocab * weight[index]
+    at_target = hit * torch.expm1(log_p) + rest * log_p.exp() - eps / vocab * weight[index]
     grad = grad.scatter(1, index[:, None], at_target[:, None])
     if slope is not None:
         grad = grad * slope
