@@ -10,7 +10,7 @@
 #include <utility>
 
 // AVX2 widens 16-bit ids twice as fast as the baseline; the clone is chosen once, when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
 #define PRISM_WIDE __attribute__((target_clones("avx2", "default")))
 #else
 #define PRISM_WIDE

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -83,6 +84,40 @@ void bind_losses(py::module_& m) {
       },
       py::arg("logits"), py::arg("target"), py::arg("vocab_start"), py::arg("max"), py::arg("sum"),
       py::arg("target_logit"), py::arg("threads"));
+  static_assert(sizeof(prism::RowTerms) == 6 * sizeof(double), "a row's terms are one line of a float64 tensor");
+  m.attr("EMPTY_ROW_TERMS") = std::bit_cast<std::array<double, 6>>(prism::RowTerms{});
+  m.def(
+      "add_terms",
+      [](const prism::Matrix& logits, const prism::Targets& target, std::int64_t vocab_start,
+         const prism::LossOptions& options, bool moment, Address terms, int threads) {
+        const py::gil_scoped_release release;
+        prism::add_terms(logits, target, vocab_start, options, moment, pointer<prism::RowTerms>(terms), threads);
+      },
+      py::arg("logits"), py::arg("target"), py::arg("vocab_start"), py::arg("options"), py::arg("moment"),
+      py::arg("terms"), py::arg("threads"));
+  m.def(
+      "score_of_terms",
+      [](Address terms, const prism::Targets& target, std::int64_t rows, std::int64_t vocab, int dtype, Address nll,
+         Address lse, Address correct, Address entropy, Address faults) {
+        const prism::ScoreOut out{pointer<void>(nll), pointer<void>(lse), pointer<bool>(correct),
+                                  pointer<void>(entropy), pointer<std::int32_t>(faults)};
+        const py::gil_scoped_release release;
+        prism::score_of_terms(pointer<const prism::RowTerms>(terms), target, rows, vocab,
+                              static_cast<prism::Dtype>(dtype), out);
+      },
+      py::arg("terms"), py::arg("target"), py::arg("rows"), py::arg("vocab"), py::arg("dtype"), py::arg("nll"),
+      py::arg("lse"), py::arg("correct"), py::arg("entropy"), py::arg("faults"));
+  m.def(
+      "loss_of_terms",
+      [](Address terms, const prism::Targets& target, std::int64_t rows, std::int64_t vocab, int dtype,
+         const prism::LossOptions& options, Address loss, Address lse, Address faults) {
+        const prism::LossOut out{pointer<void>(loss), pointer<double>(lse), pointer<std::int32_t>(faults)};
+        const py::gil_scoped_release release;
+        return prism::loss_of_terms(pointer<const prism::RowTerms>(terms), target, rows, vocab,
+                                    static_cast<prism::Dtype>(dtype), options, out);
+      },
+      py::arg("terms"), py::arg("target"), py::arg("rows"), py::arg("vocab"), py::arg("dtype"), py::arg("options"),
+      py::arg("loss"), py::arg("lse"), py::arg("faults"));
   m.def(
       "cross_entropy",
       [](const prism::Matrix& logits, const prism::Targets& target, const prism::LossOptions& options, Address loss,

@@ -67,7 +67,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show what token files hold."""
-    named = _tokenizer(tokenizer)
+    named = tokenizer_named(tokenizer)
     rows = []
     for path in _shard_files(paths):
         shard = _open(path, named, format, dtype, eot, one_record, access)
@@ -98,7 +98,7 @@ def verify(
     from prism_fast.data.shards import PRISM_SHARD
     from prism_fast.data.tokenizers import reference_tokenizer
 
-    named = _tokenizer(tokenizer)
+    named = tokenizer_named(tokenizer)
     for path in _shard_files(paths):
         shard = _open(path, named, format, dtype, eot, one_record, access)
         known = named
@@ -125,7 +125,7 @@ def convert(
 
     if out.exists():
         raise UsageError(f"{out}: exists: choose another name")
-    named = _tokenizer(tokenizer)
+    named = tokenizer_named(tokenizer)
     assert named is not None
     convert_shard(_open(path, named, format, dtype, eot, one_record, access), out, named)
     shard = _open(out, named)
@@ -148,7 +148,7 @@ def pack(
     from prism_fast.data.pack import DOCUMENTS_PER_SHARD
     from prism_fast.data.pack import pack as pack_files
 
-    named = _tokenizer(tokenizer)
+    named = tokenizer_named(tokenizer)
     assert named is not None
     with TerminalReporter() as reporter:
         manifest = pack_files(
@@ -197,7 +197,7 @@ def build(
         dataset = fineweb_edu(subset)
     else:
         dataset = Dataset(name=str(name), revision=revision, licence=licence, subset=subset)
-    named = _tokenizer(tokenizer)
+    named = tokenizer_named(tokenizer)
     assert named is not None
     with TerminalReporter() as reporter:
         manifest = build_corpus(
@@ -226,7 +226,7 @@ def verify_corpus(
     from prism_fast.protocol.errors import DataError
 
     mounts = {"val": val} if val else None
-    faults = list(corpus_faults(folder, mounts=mounts, tokenizer=_tokenizer(tokenizer), fingerprint=fingerprint))
+    faults = list(corpus_faults(folder, mounts=mounts, tokenizer=tokenizer_named(tokenizer), fingerprint=fingerprint))
     for fault in faults:
         typer.echo(fault, err=True)
     if faults:
@@ -241,7 +241,8 @@ def verify_corpus(
 # ---------------------------------------------------------------------------------------------------------- helpers
 
 
-def _tokenizer(name: str | None) -> Tokenizer | None:
+def tokenizer_named(name: str | None) -> Tokenizer | None:
+    """What `--tokenizer` means; UsageError for a name or a file that is none."""
     from prism_fast.data.tokenizers import reference_tokenizer, tokenizer_from_file
     from prism_fast.protocol.errors import UsageError
 

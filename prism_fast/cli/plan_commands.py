@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    corpus: Annotated[str, typer.Argument(help="A packed corpus, text, one .prsh shard, or 'sample'.")],
+    corpus: Annotated[str, typer.Argument(help="A packed corpus, text, a token file, or 'sample'.")],
     micro_batch: Annotated[
         int | None, typer.Option(help="Records a micro-batch; with --token-budget the most it may have. [default: 2]")
     ] = None,
@@ -46,7 +46,9 @@ def plan(
         bool, typer.Option("--lengths", help="CORPUS is a .npy file of record lengths in tokens.")
     ] = False,
     split: Annotated[str, typer.Option(help="Split of the corpus to plan; 'all' for all of them.")] = "train",
-    tokenizer: Annotated[str, typer.Option(help="Tokenizer for a corpus that is still text.")] = "gpt2",
+    tokenizer: Annotated[
+        str, typer.Option(help="Of text and of other tools' token files: gpt2, bytes, or a .tiktoken rank file.")
+    ] = "gpt2",
     sources: Annotated[
         Path | None, typer.Option(help="A .npy file naming each record's source. [default: its shard, if several]")
     ] = None,
@@ -54,6 +56,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as a JSON array.")] = False,
 ) -> None:
     """Compare file order with length-bucketed orders: padding, mixing, and the predicted time of a step."""
+    from prism_fast.cli.data_commands import tokenizer_named
     from prism_fast.data.plan import plan_corpus
     from prism_fast.protocol.errors import PrismError, UsageError
 
@@ -72,7 +75,7 @@ def plan(
             seq_len=seq_len,
             over=cast("Over", over),
             split=split,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer_named(tokenizer),
             corpus_is_lengths=lengths,
             sources=sources,
         )

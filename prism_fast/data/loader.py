@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -31,7 +32,6 @@ class Event(Protocol):
     def synchronize(self) -> object: ...
 
 
-@dataclass(eq=False)
 class Block:
     """One micro-batch. Arrays are torch tensors, or numpy arrays with `output="numpy"`.
 
@@ -39,23 +39,42 @@ class Block:
     longer. See `TokenLoader.recycle_after` for copies that are still under way then.
 
     tokens, targets: [rows, width], int64 or int32. targets[:, j] is tokens[:, j + 1], or -100 where there is none.
-    lengths: int64 [rows], positions in use, the context in front included. records: int64 [rows], which record of the
-    corpus each row holds (numpy); None for packed rows. row_bytes: int64 [rows], UTF-8 bytes of the row's targets;
-    None for packed rows. index: number of the micro-batch over all ranks. bytes: UTF-8 bytes of the scored targets.
+    index: number of the micro-batch over all ranks. bytes: UTF-8 bytes of the scored targets.
     scored_tokens, special_tokens: targets that are text, that are end-of-text.
     """
 
-    tokens: Any
-    targets: Any
-    lengths: Any
-    row_bytes: Any
-    records: NDArray[np.int64] | None
-    index: int
-    bytes: int
-    scored_tokens: int
-    special_tokens: int
-    _cu_seqlens: Any = field(repr=False)
-    _end_of_text: int = field(repr=False)
+    __slots__ = ("_reader", "_slot", "bytes", "index", "scored_tokens", "special_tokens", "targets", "tokens")
+
+    def __init__(
+        self,
+        reader: _PlannedReader | _PackedReader,
+        slot: int,
+        tokens: Any,
+        targets: Any,
+        index: int,
+        size_bytes: int,
+        scored_tokens: int,
+        special_tokens: int,
+    ) -> None:
+        self._reader, self._slot = reader, slot
+        self.tokens, self.targets = tokens, targets
+        self.index, self.bytes = index, size_bytes
+        self.scored_tokens, self.special_tokens = scored_tokens, special_tokens
+
+    @property
+    def lengths(self) -> Any:
+        """int64 [rows]: positions in use, the context in front included."""
+        return self._reader.lengths(self._slot, len(self.tokens))
+
+    @property
+    def row_bytes(self) -> Any:
+        """int64 [rows]: UTF-8 bytes of each row's targets; None for packed rows."""
+        return self._reader.row_bytes(self._slot, len(self.tokens))
+
+    @property
+    def records(self) -> NDArray[np.int64] | None:
+        """int64 [rows], numpy: which record of the corpus each row holds; None for packed rows."""
+        return self._reader.records(self.index)
 
     @property
     def cu_seqlens(self) -> Any:
@@ -64,13 +83,11 @@ class Block:
         Padded rows: in the rows' tokens put end to end without padding. Packed rows: in `tokens.reshape(-1)`; a
         sequence begins with each row and with each end-of-text.
         """
-        if self._cu_seqlens is None:
-            flat = np.asarray(self.tokens).reshape(-1)
-            begins = flat == self._end_of_text
-            begins[:: self.tokens.shape[1]] = True
-            bounds = np.append(np.flatnonzero(begins), len(flat)).astype(np.int32)
-            self._cu_seqlens = bounds if isinstance(self.tokens, np.ndarray) else _from_numpy(bounds)
-        return self._cu_seqlens
+        return self._reader.cu_seqlens(self._slot, self.tokens)
+
+    def __repr__(self) -> str:
+        rows, width = self.tokens.shape
+        return f"Block(index={self.index}, rows={rows}, width={width}, bytes={self.bytes})"
 
 
 class TokenLoader(Iterator[Block]):
@@ -134,24 +151,23 @@ class TokenLoader(Iterator[Block]):
         for shard in opened:
             require_tokenizer(shard, self.tokenizer)
         self.rank, self.world, self.prefetch = rank, world, prefetch
-        memory = _Memory(output)
+        torch = importlib.import_module("torch") if output == "torch" else None
         self._reader: _PackedReader | _PlannedReader
         if isinstance(plan, str) and plan == "packed":
             if batch is None or seq_len is None:
                 raise ValueError("packed blocks need batch (rows) and seq_len (positions)")
             if seed is not None or token_budget is not None:
                 raise ValueError("packed rows come in the order of the corpus: neither seed nor token_budget applies")
-            stream = TokenStream(
-                opened, seq_len, batch, rank=rank, world=world, prefetch=max(1, prefetch), tokenizer=self.tokenizer,
-                allocate=memory.allocate_int64,
+            self._reader = _PackedReader(
+                opened, self.tokenizer, torch, dtype, seq_len=seq_len, batch_size=batch, rank=rank, world=world,
+                prefetch=max(1, prefetch),
             )  # fmt: skip
-            self._reader = _PackedReader(stream, memory, dtype)
         else:
             lengths = np.concatenate([_NO_INT64, *(shard.lengths for shard in opened)])
             fingerprint = shards_fingerprint(opened)
             ready, rows = _plan_for(plan, lengths, fingerprint, batch, seq_len, seed, token_budget, over)
             self._reader = _PlannedReader(
-                opened, self.tokenizer, fingerprint, ready, rows, memory, dtype, rank, world, prefetch, threads
+                opened, self.tokenizer, fingerprint, ready, rows, torch, dtype, rank, world, prefetch, threads
             )
         # What each lent block waits for before its buffers are written again, oldest first.
         self._pending: list[tuple[int, Event | None]] = []
@@ -232,28 +248,26 @@ class TokenLoader(Iterator[Block]):
         self.close()
 
 
-class _Memory:
-    """Makes buffers, and what users see of them: torch tensors (pinned where CUDA is there) or numpy arrays."""
+class _Buffer:
+    """A flat array that C++ writes, and the views of it that users see."""
 
-    def __init__(self, output: str) -> None:
-        self.torch: Any = None
-        if output == "torch":
-            import torch
+    def __init__(self, size: int, dtype: str, torch: Any) -> None:
+        self._tensor: Any = None
+        if torch is None:
+            self.array = np.empty(size, dtype)
+        else:
+            self._tensor = torch.empty(size, dtype=getattr(torch, dtype), pin_memory=torch.cuda.is_available())
+            self.array = self._tensor.numpy()
 
-            self.torch = torch
-            self._pin = torch.cuda.is_available()
+    def view(self, start: int, size: int) -> Any:
+        source = self.array if self._tensor is None else self._tensor
+        return source[start : start + size]
 
-    def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """A numpy array of `shape`, uninitialised; it keeps the memory alive."""
-        if self.torch is None:
-            return np.empty(shape, dtype)
-        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), pin_memory=self._pin).numpy()
-
-    def allocate_int64(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        return self.allocate(shape, "int64")
-
-    def show(self, array: NDArray[Any]) -> Any:
-        return array if self.torch is None else self.torch.from_numpy(array)
+    def matrix(self, start: int, rows: int, width: int) -> Any:
+        """One call instead of slicing and reshaping: what a small block costs is mostly the making of its views."""
+        if self._tensor is None:
+            return np.ndarray((rows, width), self.array.dtype, self.array, start * self.array.itemsize)
+        return self._tensor.as_strided((rows, width), (width, 1), start)
 
 
 class _PlannedReader:
@@ -266,7 +280,7 @@ class _PlannedReader:
         fingerprint: str,
         plan: BucketPlan,
         rows: RecordRows,
-        memory: _Memory,
+        torch: Any,
         dtype: str,
         rank: int,
         world: int,
@@ -276,13 +290,12 @@ class _PlannedReader:
         self.plan, self.rows = plan, rows
         self.steps = len(plan) // world
         self.next_step = 0
-        self._fingerprint, self._world, self._end_of_text = fingerprint, world, tokenizer.eot
-        self._memory = memory
-        max_rows, capacity = _block_size(plan)
+        self._fingerprint, self._world = fingerprint, world
+        self._max_rows, self._capacity = _block_size(plan)
         slots = _core.BatchAssembler.slots(prefetch)
-        self._tokens, self._targets = (memory.allocate((slots, capacity), dtype) for _ in range(2))
-        self._lengths, self._bytes = (memory.allocate((slots, max_rows), "int64") for _ in range(2))
-        self._cu_lengths = memory.allocate((slots, max_rows + 1), "int32")
+        self._tokens, self._targets = (_Buffer(slots * self._capacity, dtype, torch) for _ in range(2))
+        self._lengths, self._bytes = (_Buffer(slots * self._max_rows, "int64", torch) for _ in range(2))
+        self._cu_lengths = _Buffer(slots * (self._max_rows + 1), "int32", torch)
         whole = rows.record_is_row
         self._arguments = {
             "shards": [shard.core for shard in shards],
@@ -293,13 +306,13 @@ class _PlannedReader:
             "rows": plan.records,
             "starts": _NO_INT64 if plan.is_fixed else plan.starts,
             "micro_batch": plan.micro_batch or 0,
-            "tokens": self._tokens,
-            "targets": self._targets,
-            "lengths": self._lengths,
-            "cu_lengths": self._cu_lengths,
-            "bytes": self._bytes,
-            "capacity": capacity,
-            "max_rows": max_rows,
+            "tokens": self._tokens.array,
+            "targets": self._targets.array,
+            "lengths": self._lengths.array,
+            "cu_lengths": self._cu_lengths.array,
+            "bytes": self._bytes.array,
+            "capacity": self._capacity,
+            "max_rows": self._max_rows,
             "rank": rank,
             "world": world,
             "prefetch": prefetch,
@@ -314,21 +327,29 @@ class _PlannedReader:
             return None
         index, slot, rows, width, targets, size = item
         self.next_step += 1
-        show = self._memory.show
-        row_numbers = self.plan[index]
+        start = slot * self._capacity
         return Block(
-            tokens=show(self._tokens[slot, : rows * width].reshape(rows, width)),
-            targets=show(self._targets[slot, : rows * width].reshape(rows, width)),
-            lengths=show(self._lengths[slot, :rows]),
-            row_bytes=show(self._bytes[slot, :rows]),
-            records=row_numbers if self.rows.record_is_row else self.rows.record[row_numbers],
-            index=index,
-            bytes=size,
-            scored_tokens=targets,
-            special_tokens=0,
-            _cu_seqlens=show(self._cu_lengths[slot, : rows + 1]),
-            _end_of_text=self._end_of_text,
+            self,
+            slot,
+            self._tokens.matrix(start, rows, width),
+            self._targets.matrix(start, rows, width),
+            index,
+            size,
+            targets,
+            0,
         )
+
+    def lengths(self, slot: int, rows: int) -> Any:
+        return self._lengths.view(slot * self._max_rows, rows)
+
+    def row_bytes(self, slot: int, rows: int) -> Any:
+        return self._bytes.view(slot * self._max_rows, rows)
+
+    def records(self, index: int) -> NDArray[np.int64]:
+        return self.rows.record[self.plan[index]]
+
+    def cu_seqlens(self, slot: int, tokens: Any) -> Any:
+        return self._cu_lengths.view(slot * (self._max_rows + 1), len(tokens) + 1)
 
     def seek(self, step: int) -> None:
         self._core.close()
@@ -359,14 +380,26 @@ class _PackedReader:
     plan = None
     rows = None
 
-    def __init__(self, stream: TokenStream, memory: _Memory, dtype: str) -> None:
-        self._stream, self._memory = stream, memory
-        self.steps = len(stream)
-        shape = (stream.batch_size, stream.seq_len)
-        self._lengths = np.full(stream.batch_size, stream.seq_len, np.int64)
-        self._narrow: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    def __init__(self, shards: list[Any], tokenizer: Tokenizer, torch: Any, dtype: str, **arguments: Any) -> None:
+        self._torch = torch
+        self._keep: list[_Buffer] = []  # the stream's memory, pinned where CUDA is there
+        self._stream = TokenStream(shards, tokenizer=tokenizer, allocate=self._allocate, **arguments)
+        self.steps = len(self._stream)
+        rows, width = self._stream.batch_size, self._stream.seq_len
+        self._lengths = _Buffer(rows, "int64", torch)
+        self._lengths.array[:] = width
+        # The stream writes int64; narrower ids take a copy, recycled as late as the stream's own buffers.
+        self._narrow: list[NDArray[Any]] = []
         if dtype != "int64":
-            self._narrow = [(memory.allocate(shape, dtype), memory.allocate(shape, dtype)) for _ in range(_LENT + 1)]
+            self._keep += [_Buffer(2 * rows * width, dtype, torch) for _ in range(_LENT + 1)]
+            self._narrow = [buffer.array.reshape(2, rows, width) for buffer in self._keep[-_LENT - 1 :]]
+
+    def _allocate(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        self._keep.append(_Buffer(math.prod(shape), "int64", self._torch))
+        return self._keep[-1].array.reshape(shape)
+
+    def _show(self, array: NDArray[Any]) -> Any:
+        return array if self._torch is None else self._torch.from_numpy(array)
 
     def next(self) -> Block | None:
         step = self.next_step
@@ -375,24 +408,35 @@ class _PackedReader:
             return None
         tokens, targets = batch.tokens, batch.targets
         if self._narrow:  # ids are below 2^31, as the vocabulary is
-            narrow = [array[: len(tokens)] for array in self._narrow[step % len(self._narrow)]]
+            narrow = self._narrow[step % len(self._narrow)][:, : len(tokens)]
             np.copyto(narrow[0], tokens, casting="same_kind")
             np.copyto(narrow[1], targets, casting="same_kind")
             tokens, targets = narrow
-        show = self._memory.show
         return Block(
-            tokens=show(tokens),
-            targets=show(targets),
-            lengths=show(self._lengths[: len(tokens)]),
-            row_bytes=None,
-            records=None,
-            index=batch.index,
-            bytes=batch.bytes,
-            scored_tokens=batch.scored_tokens,
-            special_tokens=batch.special_tokens,
-            _cu_seqlens=None,
-            _end_of_text=self._stream.eot,
+            self,
+            0,
+            self._show(tokens),
+            self._show(targets),
+            batch.index,
+            batch.bytes,
+            batch.scored_tokens,
+            batch.special_tokens,
         )
+
+    def lengths(self, slot: int, rows: int) -> Any:
+        return self._lengths.view(0, rows)
+
+    def row_bytes(self, slot: int, rows: int) -> None:
+        return None
+
+    def records(self, index: int) -> None:
+        return None
+
+    def cu_seqlens(self, slot: int, tokens: Any) -> Any:
+        flat = np.asarray(tokens).reshape(-1)
+        begins = flat == self._stream.eot
+        begins[:: tokens.shape[1]] = True
+        return self._show(np.append(np.flatnonzero(begins), len(flat)).astype(np.int32))
 
     @property
     def next_step(self) -> int:
@@ -469,9 +513,3 @@ def _block_size(plan: BucketPlan) -> tuple[int, int]:
     sizes = np.diff(plan.starts)
     widths = np.maximum.reduceat(plan.lengths[plan.records], plan.starts[:-1]).astype(np.int64) + 1
     return int(sizes.max()), int((sizes * widths).max())
-
-
-def _from_numpy(array: NDArray[Any]) -> Any:
-    import torch
-
-    return torch.from_numpy(array)

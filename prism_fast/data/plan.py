@@ -12,14 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from prism_fast import _core
-from prism_fast.protocol.errors import DataError
+from prism_fast.protocol.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from prism_fast.data.shards import Shard
+    from prism_fast.data.tokenizers import Tokenizer
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Bucket: TypeAlias = int | Literal["width"] | None
@@ -28,6 +32,8 @@ Over: TypeAlias = Literal["truncate", "split", "drop"]
 MANIFEST_SCHEMA = "prism_bucket_plan.v1"
 GENERATOR = "splitmix64+lemire64+fisher-yates"
 OVER_POLICIES: tuple[Over, ...] = ("truncate", "split", "drop")
+# Token files of other tools, which `open_shard` tells apart by their content.
+_TOKEN_FILES = (".bin", ".idx", ".ds", ".npy")
 _NO_INT64 = np.empty(0, np.int64)
 _NO_INT32 = np.empty(0, np.int32)
 _NATIVE_LENGTHS = tuple(np.dtype(kind) for kind in ("uint16", "int32", "uint32", "int64"))
@@ -427,16 +433,17 @@ def plan_corpus(
     seq_len: int | None = None,
     over: Over = "truncate",
     split: str = "train",
-    tokenizer: str = "gpt2",
+    tokenizer: Tokenizer | None = None,
     corpus_is_lengths: bool = False,
     sources: str | Path | None = None,
 ) -> PlanResult:
     """Plans a corpus with each bucket size and compares.
 
-    corpus: a packed corpus, "sample", text (packed into the cache first, with `tokenizer`), one `.prsh` shard, or
-    with `corpus_is_lengths` a `.npy` of record lengths. split: of a corpus, "all" for all of them. sources: a `.npy`
-    with the source of each record; default: its shard, where there are several. Other arguments as in
-    `compare_buckets` and `fit_rows`. Raises DataError, UsageError, and ValueError as `bucket_plan` does.
+    corpus: a packed corpus, "sample", text (packed into the cache first), one shard or token file of another tool, or
+    with `corpus_is_lengths` a `.npy` of record lengths. split: of a corpus, "all" for all of them. tokenizer: of text
+    and of other tools' files, by default GPT-2's. sources: a `.npy` with the source of each record; default: its
+    shard, where there are several. Other arguments as in `compare_buckets` and `fit_rows`.
+    Raises DataError, UsageError, and ValueError as `bucket_plan`.
     """
     records = _lengths_file(corpus) if corpus_is_lengths else _corpus_records(corpus, split, tokenizer)
     labels = records.shard_numbers if sources is None else _load_npy(sources)
@@ -466,7 +473,8 @@ class _Records:
 
     lengths: NDArray[Any]
     identity: dict[str, Any]
-    shards: list[Any] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
+    tokenizer: Tokenizer | None = None
 
     @property
     def shard_numbers(self) -> NDArray[Any] | None:
@@ -481,9 +489,9 @@ class _Records:
         if rows.over == "drop":
             utf8_bytes = np.concatenate([shard.utf8_bytes for shard in self.shards])
             return int(utf8_bytes[rows.cut].sum(dtype=np.int64))
-        from prism_fast.data.stream import tokenizer_of
-
-        token_bytes = tokenizer_of(self.shards).token_bytes
+        if self.tokenizer is None:
+            return None
+        token_bytes = self.tokenizer.token_bytes
         first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         lost = 0
         for record in rows.cut.tolist():
@@ -498,21 +506,31 @@ def _lengths_file(path: str | Path) -> _Records:
     return _Records(lengths, _identity(Path(path).name, None, lengths))
 
 
-def _corpus_records(spec: str | Path, split: str, tokenizer: str) -> _Records:
+def _corpus_records(spec: str | Path, split: str, tokenizer: Tokenizer | None) -> _Records:
     from prism_fast.data.corpus import open_corpus, resolve_data
     from prism_fast.data.manifest import NAME
-    from prism_fast.data.shards import open_shard
-    from prism_fast.data.stream import shards_fingerprint
+    from prism_fast.data.shards import PRISM_SHARD, open_shard
+    from prism_fast.data.stream import shards_fingerprint, tokenizer_of
+    from prism_fast.data.tokenizers import reference_tokenizer
 
     path = Path(spec)
+    given = tokenizer or reference_tokenizer("gpt2")
     if path.suffix == ".prsh":
         shards = [open_shard(path)]
+    elif path.suffix in _TOKEN_FILES:
+        shards = [open_shard(path, tokenizer=given)]
     else:
-        corpus = open_corpus(path) if (path / NAME).is_file() else resolve_data(spec, tokenizer)
+        corpus = open_corpus(path) if (path / NAME).is_file() else resolve_data(spec, given)
         splits = corpus.splits if split == "all" else (split,)
         shards = [shard for name in splits for shard in corpus.split(name).open()]
     lengths = np.concatenate([_NO_INT64, *(shard.lengths for shard in shards)])
-    return _Records(lengths, _identity(path.name, shards_fingerprint(shards), lengths), shards)
+    known: Tokenizer | None = given
+    if shards and shards[0].format == PRISM_SHARD and shards[0].tokenizer_fingerprint != given.fingerprint:
+        try:
+            known = tokenizer_of(shards)
+        except UsageError:
+            known = None  # a tokenizer of which the shard holds only the name
+    return _Records(lengths, _identity(path.name, shards_fingerprint(shards), lengths), shards, known)
 
 
 def _identity(name: str, fingerprint: str | None, lengths: NDArray[Any]) -> dict[str, Any]:

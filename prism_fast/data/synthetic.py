@@ -31,8 +31,8 @@ class LogNormal:
 
 
 # The corpus of the field notes on training throughput, as far as their figures pin it down: pairs of neighbours in
-# file order are 29.9 % padding, and under the cost model they fitted, FIELD_COST, a step of 8 pairs takes about the 38 s that
-# 13.9 hours of 1,312 steps come to. 20,992 records fill those steps.
+# file order are 29.9 % padding; under the cost model they fitted, FIELD_COST, a step of 8 pairs takes about the 38 s
+# that 13.9 hours of 1,312 steps come to, and tight buckets save 35.5 % of it. 20,992 records fill those steps.
 FIELD_LENGTHS = LogNormal(median=2040, sigma=0.798, shortest=16, longest=32768)
 FIELD_RECORDS = 1312 * 8 * 2
 FIELD_COST = (6.8715e-4, 8.8509e-8)  # seconds a token and a token^2 of width, for a micro-batch of 2

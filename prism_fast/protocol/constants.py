@@ -15,6 +15,14 @@ RUN_SPEC_SCHEMA: Final = "prism_run_spec.v1"
 RUN_STATUS_SCHEMA: Final = "prism_run_status.v1"
 SUMMARY_SCHEMA: Final = "prism_run_summary.v1"
 HELDOUT_SCHEMA: Final = "prism_heldout.v1"
+COMPARE_REPORT_SCHEMA: Final = "prism_compare_report.v1"
+LEADERBOARD_SCHEMA: Final = "prism_leaderboard.v1"
+READINESS_SCHEMA: Final = "prism_full_scale_readiness.v1"
+SCALE_LADDER_SCHEMA: Final = "prism_scale_ladder.v1"
+RESEARCH_ANNEX_SCHEMA: Final = "prism_research_protocol_annex.v1"
+STATIC_CONTRACT_SCHEMA: Final = "prism_static_contract.v1"
+FUNCTIONAL_CONTRACT_SCHEMA: Final = "prism_functional_contract.v1"
+PROTOCOL_ID: Final = "prism_official_compare.v1"
 
 # Files of one seed's run
 RUN_MANIFEST_FILE = "prism_run_manifest.v2.json"
@@ -25,16 +33,23 @@ RUN_STATUS_FILE = "status.json"
 LEDGER_FILE = "ledger.bin"
 OBSERVATIONS_FILE = "observations.bin"
 HELDOUT_FILE = "heldout.json"
+HELDOUT_DOCUMENTS_FILE = "heldout_documents.npz"
+LEDGER_CHAIN_FILE = "ledger.chain"
+HELDOUT_DOCUMENTS_FILE = "heldout_documents.npz"
 WEIGHTS_FILE = "trained_state.safetensors"
 TRAINER_LOG_FILE = "trainer.log"
 EVALUATOR_LOG_FILE = "evaluator.log"
 ARTIFACTS_DIR = "artifacts"
 SUMMARY_FILE = "summary.json"
+CORPUS_MANIFEST_FILE = "MANIFEST.json"
 
 # Seeds, budgets, caps
 DEFAULT_SEED = 1337
+PUBLIC_SEEDS = (1337, 2027, 4242)
+PUBLIC_MIN_SEEDS = 3  # distinct seeds; fewer make a claim provisional
 DEFAULT_SEQUENCE_LENGTH = 128
 DEFAULT_TOKEN_BUDGET = 500_000
+DEFAULT_VOCAB_SIZE = 50_304  # gpt2's 50,257 rounded up to a multiple of 64
 DEFAULT_BUDGET_SECONDS = 1200.0
 WATCHDOG_GRACE_SECONDS = 120.0
 STARTUP_ALLOWANCE_SECONDS = 300.0  # imports, model build and compile before train(ctx) is entered
@@ -53,6 +68,7 @@ RANK_QUANTUM = 1e-9
 SECONDARY_SCALE = 1e-3
 SECONDARY_CEILING = 0.5 * 5e-3
 PRIMARY_BASE = 100.0
+COMPARE_EPSILON_BPB = 5e-3  # of the held-out delta and of the prequential bpb: smaller differences do not decide
 FAULT_CODE_LENGTH_FACTOR = 2.0  # a faulty target is charged 2 ln V nats
 
 # Series
@@ -79,6 +95,11 @@ RULE_OUTPUT_SHAPE = "prism:output-shape"
 RULE_BATCH_REQUEST = "prism:batch-request"
 RULE_MODEL_MISMATCH = "prism:model-mismatch"
 RULE_DEGENERATE = "prism:degenerate"
+RULE_FORCED_INIT = "prism:forced-init"
+RULE_NONCAUSAL = "prism:noncausal"
+RULE_NONDETERMINISTIC = "prism:nondeterministic"
+RULE_DISTRIBUTED_CONTRACT = "prism:distributed-contract"
+RULE_RANK0_GUARD = "prism:distributed-rank0-guard"
 
 # Why the training loop stopped, in order of precedence
 STOP_TOKEN_BUDGET = "token_budget"

@@ -156,8 +156,14 @@ class EngineBlock(_Block):
     seq_len: int
     run_spec_sha256: str
     bundle_sha256: str
+    architecture_sha256: str | None = Field(default=None, description="of architecture.py")
+    training_sha256: str | None = Field(default=None, description="of training.py")
     weights_sha256: str
     ledger_sha256: str
+    ledger_chain: str = Field(description="the last link of ledger.chain")
+    heldout_sha256: str | None
+    heldout_documents_sha256: str | None
+    probes: int = Field(description="batches, online and held-out, whose prediction was probed; 0 in open mode")
 
 
 class ArtifactRef(_Block):

@@ -160,3 +160,13 @@ def test_a_manifest_made_by_the_command_feeds_a_loader(sample: Corpus, tmp_path:
     split = sample.split("train")
     loader = TokenLoader(split, out, output="numpy")
     assert sum(block.bytes for block in loader) == split.bytes
+
+
+def test_token_files_of_other_tools_are_planned(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 7, 256, 5, 256, 1, 2, 3, 4, 256], np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    rows = json.loads(run(tmp_path / "tokens.npy", "--tokenizer", "bytes", "--bucket", "2", "--json"))
+    assert (rows[0]["records"], rows[0]["real_tokens"], rows[0]["padded_tokens"]) == (3, 8, 2 * 3 + 4)
+    out = tmp_path / "plan.json"
+    run(tmp_path / "tokens.npy", "--tokenizer", "bytes", "--seq-len", "4", "--out", out)
+    assert json.loads(out.read_bytes())["truncation"]["bytes_lost"] == 1
