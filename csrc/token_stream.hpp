@@ -144,7 +144,7 @@ class TokenStream {
   std::condition_variable wanted_;  // room to read into
   std::vector<StreamBatch> ring_;
   std::atomic<std::uint64_t> filled_ = 0;  // batches read since the start
-  std::uint64_t taken_ = 0;   // batches handed out since the start
+  std::uint64_t taken_ = 0;                // batches handed out since the start
   bool stop_ = false;
   std::exception_ptr failure_;
   std::thread reader_;
