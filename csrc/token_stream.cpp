@@ -48,6 +48,16 @@ PRISM_CLONES std::uint64_t widen(const std::uint64_t* in, std::int64_t* a, std::
   return widen_loop(in, a, b, n);
 }
 
+constexpr int kSpins = 1000;  // 10 to 50 microseconds
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
 std::uint64_t text_elements(const Shard& shard, Basis basis) {
   return basis == Basis::tokens ? shard.tokens() : shard.utf8_bytes_total();
 }
@@ -383,8 +393,12 @@ TokenStream::Wait TokenStream::next(StreamBatch& batch, unsigned milliseconds) {
         "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it "
         "again in this process");
   }
+  // The reader takes a few microseconds a batch, less than it takes to put this thread to sleep and wake it again: look
+  // for a moment first (measured: a third less time a batch). A consumer that computes in between never waits here.
+  const bool more = config_.start_batch + taken_ < batches_;
+  for (int i = 0; more && i < kSpins && filled_.load(std::memory_order_acquire) == taken_; ++i) relax();
   std::unique_lock lock(mutex_);
-  if (config_.start_batch + taken_ == batches_) return Wait::finished;
+  if (!more) return Wait::finished;
   if (!ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return failure_ || taken_ < filled_; })) {
     return Wait::timeout;
   }

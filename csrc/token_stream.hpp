@@ -2,6 +2,7 @@
 // that overlap by one, so that each element is a target exactly once. Read ahead by one thread, off the GIL.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -142,8 +143,8 @@ class TokenStream {
   std::condition_variable ready_;   // something to hand out
   std::condition_variable wanted_;  // room to read into
   std::vector<StreamBatch> ring_;
-  std::uint64_t filled_ = 0;  // batches read since the start
-  std::uint64_t taken_ = 0;   // batches handed out since the start
+  std::atomic<std::uint64_t> filled_ = 0;  // batches read since the start
+  std::uint64_t taken_ = 0;                // batches handed out since the start
   bool stop_ = false;
   std::exception_ptr failure_;
   std::thread reader_;

@@ -113,8 +113,6 @@ class DocumentReader:
             raise ValueError(f"on_error {on_error!r}: expected 'raise' or 'skip'")
         self.sources, self.on_error, self.id_key, self.text_key = sources, on_error, id_key, text_key
         self.skipped = 0
-        self.first_skipped: str | None = None
-        self.blank_lines = 0
         self.bytes_total = sum(source.size for source in sources)
         self._finished = 0  # bytes of the files that are read to the end
         self._position: Callable[[], int] = lambda: 0  # in the current file
@@ -139,13 +137,11 @@ class DocumentReader:
         if self.on_error == "raise":
             raise error
         self.skipped += 1
-        self.first_skipped = self.first_skipped or str(error)
 
     def refuse_tokens(self, error: DataError) -> None:
-        """The same for a document that was read but could not be tokenised; its split counts it."""
+        """The same for a document that was read but could not be tokenised: its split has counted it."""
         if self.on_error == "raise":
             raise error
-        self.first_skipped = self.first_skipped or str(error)
 
     def _jsonl(self, source: Source) -> Iterator[Document]:
         with ExitStack() as stack:
@@ -154,7 +150,6 @@ class DocumentReader:
             while line := _guard(source, number + 1, stream.readline):
                 number += 1
                 if not line.strip():
-                    self.blank_lines += 1
                     continue
                 try:
                     document = self._parse_line(line, source, number)

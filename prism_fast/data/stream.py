@@ -114,6 +114,7 @@ class TokenStream(Iterator[StreamBatch]):
         slots = _core.TokenStream.slots(prefetch)
         shape = (slots, batch_size, seq_len)
         self._tokens, self._targets = (allocate(shape) if allocate else np.zeros(shape, np.int64) for _ in range(2))
+        self._slots = list(zip(self._tokens, self._targets, strict=True))  # views, made once
         self._start(start_batch)
 
     def _start(self, batch: int) -> None:
@@ -147,7 +148,9 @@ class TokenStream(Iterator[StreamBatch]):
             raise StopIteration
         slot, rows, index, size, scored, special, documents = item
         self._next_batch += 1
-        tokens, targets = self._tokens[slot, :rows], self._targets[slot, :rows]
+        tokens, targets = self._slots[slot]
+        if rows < self.batch_size:
+            tokens, targets = tokens[:rows], targets[:rows]
         return StreamBatch(tokens, targets, index, size, scored, special, documents)
 
     def plan_summary(self) -> StreamPlan:

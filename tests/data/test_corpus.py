@@ -6,15 +6,19 @@ import gzip
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import shutil
+import signal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from prism_fast.data import corpus as module
 from prism_fast.data.corpus import build_corpus, corpus_faults, open_corpus, resolve_data, verify_corpus
-from prism_fast.data.manifest import FINEWEB_EDU, FINEWEB_EDU_REVISION, Dataset, split_of
+from prism_fast.data.manifest import Dataset, fineweb_edu, split_of
 from prism_fast.data.shards import document_id, open_shard, write_shard
 from prism_fast.data.tokenizers import reference_tokenizer
 from prism_fast.protocol.errors import DataError, UsageError
@@ -106,10 +110,51 @@ def test_output_is_the_same_bytes_whatever_the_input_order(tmp_path, run_bytes):
     verify_corpus(tmp_path / "two")
 
 
+def test_the_official_layout_is_parquet_with_id_and_text(tmp_path):
+    """FineWeb-Edu: <subset>/NNN_00000.parquet, more columns than are read, ids like <urn:uuid:...>."""
+    docs = [(f"<urn:uuid:{i:032x}>", f"Page {i}. " * (i % 9)) for i in range(300)]
+    for number, part in enumerate((docs[200:], docs[:200])):
+        path = tmp_path / f"sample/10BT/{number:03d}_00000.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names, text = zip(*part, strict=True)
+        columns = {"text": text, "id": names, "dump": ["CC-MAIN-2024-10"] * len(part), "score": [3.5] * len(part)}
+        pq.write_table(pa.table(columns), path, row_group_size=64)
+    build_corpus([tmp_path / "sample"], tmp_path / "pq", GPT2, dataset=fineweb_edu("sample-10BT"), workers=2)
+    jsonl(tmp_path / "in/a.jsonl", docs)
+    build_corpus([tmp_path / "in"], tmp_path / "jsonl", GPT2, dataset=fineweb_edu("sample-10BT"), workers=1)
+    assert tree(tmp_path / "pq") == tree(tmp_path / "jsonl")
+    verify_corpus(tmp_path / "pq")
+
+
+def _build_until(folder, out, documents):
+    def die(progress):
+        if progress.stage == "pack" and progress.documents >= documents:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    build_corpus([folder], out, BYTES, dataset=DATASET, documents_per_shard=50, run_bytes=60_000, progress=die)
+
+
+def test_a_killed_build_goes_on_and_gives_the_same_bytes(tmp_path):
+    jsonl(tmp_path / "in/a.jsonl", [(f"doc-{i}", f"Text number {i}.\n" * 50) for i in range(6000)])
+    whole = build_corpus([tmp_path / "in"], tmp_path / "whole", BYTES, dataset=DATASET, documents_per_shard=50)
+    child = multiprocessing.get_context("spawn").Process(
+        target=_build_until, args=(tmp_path / "in", tmp_path / "out", 3000)
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    kept = len(list((tmp_path / "out/train").glob("*.prsh")))
+    assert 10 < kept < len(whole.splits["train"].shards)
+    first = (tmp_path / "out/train/shard-00000.prsh").stat().st_mtime_ns
+    build_corpus([tmp_path / "in"], tmp_path / "out", BYTES, dataset=DATASET, documents_per_shard=50)
+    assert (tmp_path / "out/train/shard-00000.prsh").stat().st_mtime_ns == first
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
 @pytest.fixture
 def locked(tmp_path):
     jsonl(tmp_path / "in/a.jsonl", documents(400))
-    pin = Dataset(name=FINEWEB_EDU, revision=FINEWEB_EDU_REVISION, licence="odc-by", subset="sample-10BT")
+    pin = fineweb_edu("sample-10BT")
     build_corpus([tmp_path / "in"], tmp_path / "out", GPT2, dataset=pin, documents_per_shard=100)
     assert list(corpus_faults(tmp_path / "out")) == []
     return tmp_path / "out"

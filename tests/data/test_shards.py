@@ -70,7 +70,7 @@ def test_round_trip_of_any_records_in_u32(tmp_path_factory, records):
     opened.verify(tokenizer)
 
 
-def test_ids_beyond_u16_choose_u32_and_never_wrap(tmp_path):
+def test_d08_ids_beyond_u16_choose_u32_and_never_wrap(tmp_path):
     write_shard(tmp_path / "a.prsh", [[70_000]], tokenizer=WIDE)
     assert open_shard(tmp_path / "a.prsh")[0].tolist() == [70_000]
     assert open_shard(tmp_path / "a.prsh").token_width == 4
@@ -129,7 +129,7 @@ def test_every_altered_byte_is_found(shard, tmp_path):
             open_shard(broken).verify()
 
 
-def test_a_file_of_any_other_size_is_refused_at_open(shard, tmp_path):
+def test_d06_a_file_of_any_other_size_is_refused_at_open(shard, tmp_path):
     data = shard.read_bytes()
     broken = tmp_path / "b.prsh"
     for size in [*range(len(data)), len(data) + 1, len(data) + 64]:
@@ -166,7 +166,7 @@ def test_offsets_that_contradict_are_refused_before_they_are_followed(shard, tmp
             list(open_shard(path, access=access))
 
 
-def test_a_returned_array_outlives_its_reader_and_its_file(shard):
+def test_d04_a_returned_array_outlives_its_reader_and_its_file(shard):
     opened = open_shard(shard, access="map")
     record, counts = opened[0], opened.utf8_bytes
     del opened
@@ -241,7 +241,7 @@ def test_a_document_id_is_the_head_of_its_sha256():
     assert document_id("abc") == int.from_bytes(bytes.fromhex("ba7816bf8f01cfea"), "little")
 
 
-def test_a_sparse_shard_over_4_gib_reads_its_last_token(tmp_path):
+def test_d01_a_sparse_shard_over_4_gib_reads_its_last_token(tmp_path):
     """The writer cannot make one in test time, so the file is laid out by the specification, zeros between."""
     tokens = (5 << 30) // 2 + 1  # 5 GiB of u16
     write_shard(tmp_path / "small.prsh", [[0]], tokenizer=GPT2)

@@ -119,7 +119,7 @@ def test_a_batch_outlives_the_next_call_and_its_stream(tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_stop_and_resume_twice_gives_the_uninterrupted_stream(tmp_path, world):
+def test_d18_stop_and_resume_twice_gives_the_uninterrupted_stream(tmp_path, world):
     paths = plain_shards(tmp_path, 400)
     whole = drain(TokenStream(paths, 9, 3, world=world))
     pieces, state = [], None
@@ -157,7 +157,7 @@ def test_a_state_of_another_stream_is_refused(tmp_path, key, value):
         stream.load_state_dict({**stream.state_dict(), key: value})
 
 
-def test_a_reader_that_dies_raises_in_the_consumer_after_its_good_batches(tmp_path):
+def test_d22_a_reader_that_dies_raises_in_the_consumer_after_its_good_batches(tmp_path):
     write_shard(tmp_path / "a.prsh", [np.arange(1000)], tokenizer=GPT2)
     data = bytearray((tmp_path / "a.prsh").read_bytes())
     data[256 + 2 * 600 : 256 + 2 * 600 + 2] = (50257).to_bytes(2, "little")  # past the vocabulary
@@ -217,7 +217,7 @@ def _after_fork(stream, pipe):
     pipe.send("closed")
 
 
-def test_a_forked_child_gets_a_clear_error_and_the_parent_reads_on(tmp_path):
+def test_d26_a_forked_child_gets_a_clear_error_and_the_parent_reads_on(tmp_path):
     stream = TokenStream(plain_shards(tmp_path), *SHAPE)
     first = next(stream).tokens.copy()
     context = multiprocessing.get_context("fork")
