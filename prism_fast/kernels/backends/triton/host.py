@@ -171,7 +171,9 @@ def fold_rows(
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     rows = Rows(logits)
-    rule = launch.rows_forward(device, shape.lanes, segments, load(logits, options, extras=scores.entropy is not None), n)
+    rule = launch.rows_forward(
+        device, shape.lanes, segments, load(logits, options, extras=scores.entropy is not None), n
+    )
     own = Parts(logits, n, segments) if parts is None and rule.programs > 1 else None
     used = parts or own
     nothing = {"parts": scores.loss, "part_stride": 0, "target_logit": scores.loss}
@@ -200,6 +202,7 @@ def fold_rows(
             "LANES": shape.lanes,
             "TILES": shape.tiles,
             "ROUNDS": triton.next_power_of_2(rule.segments),
+            "PARTS": triton.next_power_of_2(segments if used is None else used.segments),
             "GRANULE": rows.granule,
             "UNIT_STRIDE": rows.unit_stride,
             "SPLIT": used is not None,
@@ -328,6 +331,7 @@ def cross_entropy_forward_backward(
             "TILES": shape.tiles,
             "ABREAST": rule.abreast,
             "ROUNDS": triton.next_power_of_2(-(-segments // rule.abreast)),
+            "PARTS": triton.next_power_of_2(segments),
             "STAGES": rule.stages,
             "PLACES": rule.places,
         },
