@@ -86,7 +86,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "options"), [(dtype, options) for options in OPTIONS for dtype in FLOATS])
+# Half precision and float64 take different code; float32 and float16 share it with them: the corners will do.
+CORNERS = [OPTIONS[0], OPTIONS[2], OPTIONS[-1]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(dtype, options) for dtype in (torch.bfloat16, torch.float64) for options in OPTIONS]
+    + [(dtype, options) for dtype in (torch.float32, torch.float16) for options in CORNERS],
+)
 def test_loss_and_gradient_equal_float64(dtype, options):
     """Every combination of options in every dtype, on an odd row length, with a per-row upstream gradient."""
     vocab = SHORT
@@ -180,6 +188,19 @@ def test_bits_do_not_depend_on_how_a_row_is_stored_or_shared(dtype):
         assert same_bits(backend.cross_entropy_forward(logits, target, options)[0], loss)
 
 
+def test_float64_bits_do_not_depend_on_the_launch():
+    """Float64 shows what float32 rounds away: the unit that parts are counted in must come from V alone."""
+    logits, target = make_logits(1, LONG, torch.float64), torch.tensor([4321])
+    whole = scores_of(logits, target, segments=1000)
+    assert all(map(same_bits, whole, scores_of(logits, target, segments=1)))
+    loss = backend.cross_entropy_forward(logits, target, LossOptions())[0]
+    for abreast in (1, 4):
+        with launch.override("rows_fused", abreast=abreast):
+            out = torch.empty_like(logits)
+            fused = backend.cross_entropy_forward_backward(logits, target, torch.ones(1), LossOptions(), out)
+        assert same_bits(fused[0], loss) and same_bits(whole[0], loss)
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     """The last of 9 odd rows (so at another phase, in another program) equals itself scored alone."""
     logits, target = make_logits(9, SHORT, torch.bfloat16), torch.arange(9)
@@ -256,11 +277,10 @@ def test_first_of_equal_maxima_is_the_prediction():
     assert scores.correct.tolist() == [True, False, False, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masked_vocabulary(dtype):
+def test_masked_vocabulary():
     """K10: large -inf regions anywhere, the one finite logit, a target at -inf."""
     vocab = 65536
-    logits = torch.zeros(4, vocab, dtype=dtype)
+    logits = torch.zeros(4, vocab)
     logits[0, :40000] = -math.inf
     logits[1] = -math.inf
     logits[1, 50000] = 3.0
@@ -394,11 +414,13 @@ def linear_reference(inputs: list[Tensor], target: Tensor, grad_loss: Tensor, op
 @pytest.mark.parametrize("chosen", ["plain", "softcap", "all"])
 def test_loss_and_gradients_from_hidden_states_equal_float64(dtype, chosen):
     """Several tiles each way, ragged ones at every edge; upstream gradients of every sign (K1)."""
-    n, size, vocab = 21, 24, 300
+    # float32 and float64 fold rows one at a time: fewer of them.
+    n = 21 if dtype in (torch.bfloat16, torch.float16) else 5
+    size, vocab = 24, 300
     inputs = make_head(n, size, vocab, dtype)
     target = torch.arange(n) * 14
-    target[3], target[20] = -100, vocab - 1
-    grad_loss = torch.arange(-10.0, 11.0) / 7
+    target[3], target[n - 1] = -100, vocab - 1
+    grad_loss = torch.linspace(-1.5, 1.5, n)
     options = {
         "plain": LossOptions(),
         "softcap": LossOptions(softcap=30.0),

@@ -189,9 +189,13 @@ def ordered_sum(x):
 
 
 @triton.jit
-def merge_segments(top, sums, spread, total, before, ENTROPY: tl.constexpr, SUMMED: tl.constexpr):
-    """[NS] parts of one row (max -inf and sum 0 where there is none) -> the row's, in whatever order they lie."""
-    ROW_UNIT: tl.constexpr = 2.0**49 / top.shape[0]
+def merge_segments(top, sums, spread, total, before, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUMMED: tl.constexpr):
+    """Parts of one row, 1-d (max -inf and sum 0 where there is none) -> the row's, in whatever order they lie.
+
+    PARTS: the number of segments that the row has, up to a power of 2; it bounds the sum, hence the unit. Not the
+    length of the vectors: that depends on the launch.
+    """
+    ROW_UNIT: tl.constexpr = 2.0**49 / PARTS
     largest = tl.max(top, 0)
     base = tl.where(largest == MINUS_INF, 0.0, largest)
     below = tl.maximum(top - base, -1000.0)

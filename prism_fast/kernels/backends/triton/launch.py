@@ -193,6 +193,7 @@ def rows_forward(device: Device, lanes: int, segments: int, load: Load, rows: in
         "max_registers": _registers(load),
         **_overrides.get("rows_forward", {}),
     }
+    choice["segments"] = min(choice["segments"], segments)
     return RowsForward(programs=-(-segments // choice["segments"]), **choice)
 
 

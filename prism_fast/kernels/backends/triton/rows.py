@@ -129,6 +129,7 @@ def fold_row(
     TILES: tl.constexpr,
     ABREAST: tl.constexpr,
     ROUNDS: tl.constexpr,
+    PARTS: tl.constexpr,
     GRANULE: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -196,6 +197,7 @@ def fold_row(
         tl.reshape(spreads, [ROUNDS * ABREAST]),
         tl.reshape(totals, [ROUNDS * ABREAST]),
         tl.reshape(befores, [ROUNDS * ABREAST]),
+        PARTS,
         ENTROPY,
         SMOOTHED,
     )
@@ -233,6 +235,7 @@ def rows_forward(
     LANES: tl.constexpr,
     TILES: tl.constexpr,
     ROUNDS: tl.constexpr,
+    PARTS: tl.constexpr,
     GRANULE: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -264,7 +267,7 @@ def rows_forward(
     top, sums, spread, total, before = fold_row(
         start, shift, column_stride, tl.where(known, local, -1).to(tl.int32), reference,
         first, last, softcap, class_weight, parts + row.to(tl.int64) * part_row_stride, part_stride, V,
-        ACC, LANES, TILES, 1, ROUNDS, GRANULE, UNIT_STRIDE, SPLIT,
+        ACC, LANES, TILES, 1, ROUNDS, PARTS, GRANULE, UNIT_STRIDE, SPLIT,
         SOFTCAP, WEIGHTED, SMOOTHED, CORRECT, ENTROPY, STAGES, "evict_first",
     )  # fmt: skip
     if SPLIT:
@@ -296,7 +299,7 @@ def load_parts(parts, part_stride, row, segments, read, PARTS: tl.constexpr, ENT
         total = tl.load(parts + 3 * part_stride + part, mask=inside, other=0.0)
     if CORRECT:
         before = tl.load(parts + 4 * part_stride + part, mask=inside, other=MINUS_INF)
-    return merge_segments(top, sums, spread, total, before, ENTROPY, SMOOTHED)
+    return merge_segments(top, sums, spread, total, before, PARTS, ENTROPY, SMOOTHED)
 
 
 @triton.jit(do_not_specialize=["segments", "part_stride", "ignore_index"])

@@ -43,6 +43,7 @@ def rows_fused(
     TILES: tl.constexpr,
     ABREAST: tl.constexpr,
     ROUNDS: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PLACES: tl.constexpr,
     GRANULE: tl.constexpr,
@@ -65,7 +66,7 @@ def rows_fused(
     last = tl.where(ignored, 0, tl.cdiv(V, LANES * TILES - SPARE))
     top, sums, spread, total, before = fold_row(
         start, shift, column_stride, t32, smoothing_reference(z_target, True), 0, last,
-        softcap, class_weight, loss_out, 0, V, ACC, LANES, TILES, ABREAST, ROUNDS, GRANULE, UNIT_STRIDE, False,
+        softcap, class_weight, loss_out, 0, V, ACC, LANES, TILES, ABREAST, ROUNDS, PARTS, GRANULE, UNIT_STRIDE, False,
         SOFTCAP, WEIGHTED, SMOOTHED, False, False, STAGES, "evict_last",
     )  # fmt: skip
     lse = finish_row(
