@@ -216,25 +216,30 @@ void BatchAssembler::fill(std::span<const Row> rows, const TokenBuffers<Token>& 
   }
 }
 
+// Assembles the next step that nobody has begun; `lock` is held before and after, and given up meanwhile.
+void BatchAssembler::assemble_next(std::unique_lock<std::mutex>& lock) {
+  const std::uint64_t step = claimed_++;
+  Slot& slot = slots_[step % slots_.size()];
+  slot.ready = false;
+  lock.unlock();
+  std::exception_ptr failure;
+  try {
+    assemble(step, slot);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  lock.lock();
+  slot.failure = failure;
+  slot.ready = true;
+  if (step == taken_) ready_.notify_one();
+}
+
 void BatchAssembler::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     wanted_.wait(lock, [&] { return stop_ || claimed_ == steps_ || claimed_ < taken_ + config_.prefetch; });
     if (stop_ || claimed_ == steps_) return;
-    const std::uint64_t step = claimed_++;
-    Slot& slot = slots_[step % slots_.size()];
-    slot.ready = false;
-    lock.unlock();
-    std::exception_ptr failure;
-    try {
-      assemble(step, slot);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    lock.lock();
-    slot.failure = failure;
-    slot.ready = true;
-    if (step == taken_) ready_.notify_one();
+    assemble_next(lock);
   }
 }
 
@@ -247,13 +252,12 @@ BatchAssembler::Wait BatchAssembler::next(Block& block, unsigned milliseconds) {
   std::unique_lock lock(mutex_);
   if (taken_ == steps_) return Wait::finished;
   Slot& slot = slots_[taken_ % slots_.size()];
-  if (config_.prefetch == 0) {
-    assemble(taken_, slot);
-  } else {
-    const auto assembled = [&] { return claimed_ > taken_ && slot.ready; };
-    if (!ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), assembled)) return Wait::timeout;
-    if (slot.failure) std::rethrow_exception(slot.failure);
+  // Where no thread has begun the block that is wanted now, assembling it here is faster than waking one.
+  if (claimed_ == taken_) assemble_next(lock);
+  if (!slot.ready && !ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return slot.ready; })) {
+    return Wait::timeout;
   }
+  if (slot.failure) std::rethrow_exception(slot.failure);
   ++taken_;
   block = slot.block;
   // Waking a thread costs more than a small block: they sleep until half of what they may do ahead is to be done.

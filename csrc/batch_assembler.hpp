@@ -67,7 +67,7 @@ class BatchAssembler {
   struct Config {
     std::uint64_t rank = 0;  // takes micro-batches rank, rank + world, ...
     std::uint64_t world = 1;
-    std::uint64_t prefetch = 0;  // blocks assembled ahead; 0: none, in the consumer's own thread
+    std::uint64_t prefetch = 0;  // blocks assembled ahead; 0: no threads, all in the consumer's own
     std::uint64_t threads = 1;
     std::uint64_t start_step = 0;  // of this rank
     std::int64_t end_of_text = 0;
@@ -112,6 +112,7 @@ class BatchAssembler {
   void assemble(std::uint64_t step, Slot& slot);
   template <class Token>
   void fill(std::span<const Row> rows, const TokenBuffers<Token>& ids, Block& block);
+  void assemble_next(std::unique_lock<std::mutex>& lock);
   void run();
   void stop_workers();
   std::span<const std::int64_t> rows_of(std::uint64_t micro_batch) const;

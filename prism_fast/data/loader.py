@@ -23,6 +23,7 @@ STATE_SCHEMA = "prism_token_loader.v1"
 IGNORE = -100
 # Blocks whose buffers stay untouched: the last one handed out and the one before it (both readers keep to it).
 _LENT = 2
+_MOST_VIEWS = 1 << 13
 _NO_INT64 = np.empty(0, np.int64)
 
 
@@ -169,8 +170,9 @@ class TokenLoader(Iterator[Block]):
             self._reader = _PlannedReader(
                 opened, self.tokenizer, fingerprint, ready, rows, torch, dtype, rank, world, prefetch, threads
             )
-        # What each lent block waits for before its buffers are written again, oldest first.
-        self._pending: list[tuple[int, Event | None]] = []
+        self._next = self._reader.next
+        # By block number: what has to happen before the buffers of a lent block are written again.
+        self._events: dict[int, Event] = {}
 
     def __len__(self) -> int:
         return self._reader.steps
@@ -179,14 +181,11 @@ class TokenLoader(Iterator[Block]):
         return self
 
     def __next__(self) -> Block:
-        if len(self._pending) == _LENT:
-            _, event = self._pending[0]
-            if event is not None:
-                event.synchronize()
-        block = self._reader.next()
+        if self._events:
+            self._wait_until(self._reader.next_step - _LENT)
+        block = self._next()
         if block is None:
             raise StopIteration
-        self._pending = [*self._pending[1 - _LENT :], (block.index, None)]
         return block
 
     def recycle_after(self, block: Block, event: Event) -> None:
@@ -195,11 +194,14 @@ class TokenLoader(Iterator[Block]):
         For `tokens.to(device, non_blocking=True)` from pinned memory: record a CUDA event after the copy and hand it
         in. ValueError if the block is not one of the last two.
         """
-        for k, (index, _) in enumerate(self._pending):
-            if index == block.index:
-                self._pending[k] = (index, event)
-                return
-        raise ValueError(f"block {block.index} was handed out too long ago: its buffers may be in use already")
+        if not self._reader.next_step - _LENT <= block.index // self.world < self._reader.next_step:
+            raise ValueError(f"block {block.index} was handed out too long ago: its buffers may be in use already")
+        self._events[block.index] = event
+
+    def _wait_until(self, step: int) -> None:
+        """Waits for what is to happen to the blocks up to this step."""
+        for index in [index for index in self._events if index // self.world <= step]:
+            self._events.pop(index).synchronize()
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -231,10 +233,7 @@ class TokenLoader(Iterator[Block]):
         step = state.get("next_step")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= len(self):
             raise UsageError(f"loader state: next_step: expected 0 to {len(self)}, found {step!r}")
-        for _, event in self._pending:
-            if event is not None:
-                event.synchronize()
-        self._pending = []
+        self._wait_until(self._reader.next_step)
         self._reader.seek(step)
 
     def close(self) -> None:
@@ -264,7 +263,6 @@ class _Buffer:
         return source[start : start + size]
 
     def matrix(self, start: int, rows: int, width: int) -> Any:
-        """One call instead of slicing and reshaping: what a small block costs is mostly the making of its views."""
         if self._tensor is None:
             return np.ndarray((rows, width), self.array.dtype, self.array, start * self.array.itemsize)
         return self._tensor.as_strided((rows, width), (width, 1), start)
@@ -296,6 +294,7 @@ class _PlannedReader:
         self._tokens, self._targets = (_Buffer(slots * self._capacity, dtype, torch) for _ in range(2))
         self._lengths, self._bytes = (_Buffer(slots * self._max_rows, "int64", torch) for _ in range(2))
         self._cu_lengths = _Buffer(slots * (self._max_rows + 1), "int32", torch)
+        self._views: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         whole = rows.record_is_row
         self._arguments = {
             "shards": [shard.core for shard in shards],
@@ -327,17 +326,21 @@ class _PlannedReader:
             return None
         index, slot, rows, width, targets, size = item
         self.next_step += 1
-        start = slot * self._capacity
-        return Block(
-            self,
-            slot,
-            self._tokens.matrix(start, rows, width),
-            self._targets.matrix(start, rows, width),
-            index,
-            size,
-            targets,
-            0,
-        )
+        tokens, aims = self._matrices(slot, rows, width)
+        return Block(self, slot, tokens, aims, index, size, targets, 0)
+
+    def _matrices(self, slot: int, rows: int, width: int) -> tuple[Any, Any]:
+        """(tokens, targets) of a slot. Making two torch views takes longer than assembling a small block, and shapes
+        come again: so views are kept."""
+        key = (slot, rows, width)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            start = slot * self._capacity
+            views = self._tokens.matrix(start, rows, width), self._targets.matrix(start, rows, width)
+            self._views[key] = views
+        return views
 
     def lengths(self, slot: int, rows: int) -> Any:
         return self._lengths.view(slot * self._max_rows, rows)
@@ -402,13 +405,12 @@ class _PackedReader:
         return array if self._torch is None else self._torch.from_numpy(array)
 
     def next(self) -> Block | None:
-        step = self.next_step
         batch = next(self._stream, None)
         if batch is None:
             return None
         tokens, targets = batch.tokens, batch.targets
         if self._narrow:  # ids are below 2^31, as the vocabulary is
-            narrow = self._narrow[step % len(self._narrow)][:, : len(tokens)]
+            narrow = self._narrow[self.next_step % len(self._narrow)][:, : len(tokens)]
             np.copyto(narrow[0], tokens, casting="same_kind")
             np.copyto(narrow[1], targets, casting="same_kind")
             tokens, targets = narrow
