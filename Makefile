@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test lint bench format clean install
+.PHONY: demo test lint bench fuzz format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 65536
@@ -15,6 +15,9 @@ test: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --out benchmarks/results/fuzz.json
 
 lint: install
 	$(BIN)/ruff format --check .

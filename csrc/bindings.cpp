@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -12,10 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "batch_assembler.hpp"
 #include "bits_per_byte.hpp"
 #include "bucket_plan.hpp"
 #include "checksum.hpp"
 #include "cross_entropy.hpp"
+#include "foreign.hpp"
 #include "parallel.hpp"
 #include "random.hpp"
 #include "shard.hpp"
@@ -81,6 +84,40 @@ void bind_losses(py::module_& m) {
       },
       py::arg("logits"), py::arg("target"), py::arg("vocab_start"), py::arg("max"), py::arg("sum"),
       py::arg("target_logit"), py::arg("threads"));
+  static_assert(sizeof(prism::RowTerms) == 6 * sizeof(double), "a row's terms are one line of a float64 tensor");
+  m.attr("EMPTY_ROW_TERMS") = std::bit_cast<std::array<double, 6>>(prism::RowTerms{});
+  m.def(
+      "add_terms",
+      [](const prism::Matrix& logits, const prism::Targets& target, std::int64_t vocab_start,
+         const prism::LossOptions& options, bool moment, Address terms, int threads) {
+        const py::gil_scoped_release release;
+        prism::add_terms(logits, target, vocab_start, options, moment, pointer<prism::RowTerms>(terms), threads);
+      },
+      py::arg("logits"), py::arg("target"), py::arg("vocab_start"), py::arg("options"), py::arg("moment"),
+      py::arg("terms"), py::arg("threads"));
+  m.def(
+      "score_of_terms",
+      [](Address terms, const prism::Targets& target, std::int64_t rows, std::int64_t vocab, int dtype, Address nll,
+         Address lse, Address correct, Address entropy, Address faults) {
+        const prism::ScoreOut out{pointer<void>(nll), pointer<void>(lse), pointer<bool>(correct),
+                                  pointer<void>(entropy), pointer<std::int32_t>(faults)};
+        const py::gil_scoped_release release;
+        prism::score_of_terms(pointer<const prism::RowTerms>(terms), target, rows, vocab,
+                              static_cast<prism::Dtype>(dtype), out);
+      },
+      py::arg("terms"), py::arg("target"), py::arg("rows"), py::arg("vocab"), py::arg("dtype"), py::arg("nll"),
+      py::arg("lse"), py::arg("correct"), py::arg("entropy"), py::arg("faults"));
+  m.def(
+      "loss_of_terms",
+      [](Address terms, const prism::Targets& target, std::int64_t rows, std::int64_t vocab, int dtype,
+         const prism::LossOptions& options, Address loss, Address lse, Address faults) {
+        const prism::LossOut out{pointer<void>(loss), pointer<double>(lse), pointer<std::int32_t>(faults)};
+        const py::gil_scoped_release release;
+        return prism::loss_of_terms(pointer<const prism::RowTerms>(terms), target, rows, vocab,
+                                    static_cast<prism::Dtype>(dtype), options, out);
+      },
+      py::arg("terms"), py::arg("target"), py::arg("rows"), py::arg("vocab"), py::arg("dtype"), py::arg("options"),
+      py::arg("loss"), py::arg("lse"), py::arg("faults"));
   m.def(
       "cross_entropy",
       [](const prism::Matrix& logits, const prism::Targets& target, const prism::LossOptions& options, Address loss,
@@ -255,12 +292,14 @@ void bind_shards(py::module_& m) {
   py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard")
       .def_static(
           "open",
-          [](const std::string& path, const std::string& access) {
-            const prism::Access how = access_named(access);
+          [](const std::string& path, const std::string& format, unsigned width,
+             std::optional<std::uint64_t> end_of_text, bool one_record, const std::string& access) {
+            const prism::OpenOptions options{format, width, end_of_text, one_record, access_named(access)};
             const py::gil_scoped_release release;
-            return Shard::open(path, how);
+            return prism::open_shard(path, options);
           },
-          py::arg("path"), py::arg("access") = "auto")
+          py::arg("path"), py::kw_only(), py::arg("format") = "", py::arg("width") = 0,
+          py::arg("end_of_text") = py::none(), py::arg("one_record") = false, py::arg("access") = "auto")
       .def_property_readonly("path", &Shard::path)
       .def_property_readonly("format", &Shard::format)
       .def_property_readonly("mapped", &Shard::mapped)
@@ -351,12 +390,12 @@ prism::Lengths lengths_view(const py::array& lengths) {
   throw py::type_error("lengths must be a contiguous [records] array of uint16, int32, uint32 or int64");
 }
 
-// A numpy array that owns a vector's memory: results of 10^8 records are not copied.
+// A numpy array that takes over the memory of a result: 10^8 records are not copied.
 template <class T>
-py::array_t<T> owning_array(std::vector<T> values) {
-  auto owner = std::make_unique<std::vector<T>>(std::move(values));
-  std::vector<T>* const held = owner.get();
-  py::capsule keep(owner.release(), [](void* pointer) { delete static_cast<std::vector<T>*>(pointer); });
+py::array_t<T> owning_array(prism::LargeArray<T> values) {
+  auto owner = std::make_unique<prism::LargeArray<T>>(std::move(values));
+  prism::LargeArray<T>* const held = owner.get();
+  py::capsule keep(owner.release(), [](void* pointer) { delete static_cast<prism::LargeArray<T>*>(pointer); });
   return py::array_t<T>(static_cast<py::ssize_t>(held->size()), held->data(), keep);
 }
 
@@ -383,15 +422,12 @@ py::tuple bucket_plan_variable(const py::array& lengths, std::uint64_t max_rows,
   return py::make_tuple(owning_array(std::move(plan.records)), owning_array(std::move(plan.starts)));
 }
 
-using ContiguousInt64 = py::array_t<std::int64_t, py::array::c_style>;
-using ContiguousInt32 = py::array_t<std::int32_t, py::array::c_style>;
-
-py::dict plan_statistics(const py::array& lengths, const ContiguousInt64& records, const ContiguousInt64& starts,
-                         std::uint64_t micro_batch, std::uint64_t accumulate, const ContiguousInt32& sources,
-                         std::uint64_t source_count) {
+py::dict plan_statistics(const py::array& lengths, const Array<std::int64_t>& records,
+                         const Array<std::int64_t>& starts, std::uint64_t micro_batch, std::uint64_t accumulate,
+                         const Array<std::int32_t>& sources, std::uint64_t source_count) {
   const prism::Lengths view = lengths_view(lengths);
-  const prism::Order order{items<std::int64_t>(records), items<std::int64_t>(starts), micro_batch};
-  const std::span<const std::int32_t> source_view = items<std::int32_t>(sources);
+  const prism::Order order{as_span(records), as_span(starts), micro_batch};
+  const std::span<const std::int32_t> source_view = as_span(sources);
   prism::PlanStatistics s;
   {
     py::gil_scoped_release release;
@@ -414,6 +450,84 @@ py::dict plan_statistics(const py::array& lengths, const ContiguousInt64& record
   out["sources_total"] = s.sources_total;
   out["sources_min"] = s.sources_min;
   return out;
+}
+
+template <class T>
+std::span<T> writable(py::array_t<T, py::array::c_style>& array) {
+  return {array.mutable_data(), static_cast<std::size_t>(array.size())};  // raises if the array is read-only
+}
+
+/// An assembler with the arrays that it reads and writes, which must outlive its threads.
+struct BoundAssembler {
+  std::vector<py::array> keep;
+  std::unique_ptr<prism::BatchAssembler, prism::BatchAssembler::Deleter> assembler;
+
+  void close() {
+    const py::gil_scoped_release release;
+    assembler.reset();
+  }
+};
+
+template <class Token>
+std::unique_ptr<BoundAssembler> make_assembler(
+    const std::vector<std::shared_ptr<prism::Shard>>& shards, const std::shared_ptr<prism::TokenTable>& table,
+    const Array<std::int64_t>& row_record, const Array<std::int64_t>& row_start, const Array<std::int64_t>& row_length,
+    const Array<std::int64_t>& rows, const Array<std::int64_t>& starts, std::uint64_t micro_batch, Array<Token> tokens,
+    Array<Token> targets, Array<std::int64_t> lengths, Array<std::int32_t> cu_lengths, Array<std::int64_t> bytes,
+    std::uint64_t capacity, std::uint64_t max_rows, std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch,
+    std::uint64_t threads, std::uint64_t start_step, std::int64_t end_of_text) {
+  auto bound = std::make_unique<BoundAssembler>();
+  bound->keep = {row_record, row_start, row_length, rows, starts, tokens, targets, lengths, cu_lengths, bytes};
+  const prism::RowTable row_table{as_span(row_record), as_span(row_start), as_span(row_length)};
+  const prism::RowOrder order{as_span(rows), as_span(starts), micro_batch};
+  const prism::BlockBuffers buffers{prism::TokenBuffers<Token>{writable(tokens), writable(targets)},
+                                    writable(lengths),
+                                    writable(cu_lengths),
+                                    writable(bytes),
+                                    capacity,
+                                    max_rows};
+  const prism::BatchAssembler::Config config{rank, world, prefetch, threads, start_step, end_of_text};
+  const py::gil_scoped_release release;
+  bound->assembler.reset(
+      new prism::BatchAssembler({shards.begin(), shards.end()}, table, row_table, order, buffers, config));
+  return bound;
+}
+
+template <class Token>
+void bind_assembler_of(py::class_<BoundAssembler>& type) {
+  type.def(py::init(&make_assembler<Token>), py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("row_record"),
+           py::arg("row_start"), py::arg("row_length"), py::arg("rows"), py::arg("starts"), py::arg("micro_batch"),
+           py::arg("tokens").noconvert(), py::arg("targets").noconvert(), py::arg("lengths").noconvert(),
+           py::arg("cu_lengths").noconvert(), py::arg("bytes").noconvert(), py::arg("capacity"), py::arg("max_rows"),
+           py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("threads"), py::arg("start_step"),
+           py::arg("end_of_text"));
+}
+
+void bind_batch_assembler(py::module_& m) {
+  using prism::BatchAssembler;
+  py::class_<BoundAssembler> type(m, "BatchAssembler", "See prism_fast/data/loader.py.");
+  bind_assembler_of<std::int64_t>(type);
+  bind_assembler_of<std::int32_t>(type);
+  type.def_static("slots", &BatchAssembler::slots, py::arg("prefetch"))
+      .def(
+          "next",
+          [](const BoundAssembler& self) -> py::object {
+            if (!self.assembler) throw std::runtime_error("this TokenLoader is closed");
+            prism::Block block;
+            for (;;) {
+              BatchAssembler::Wait wait;
+              {
+                const py::gil_scoped_release release;
+                wait = self.assembler->next(block, 200);
+              }
+              if (wait == BatchAssembler::Wait::finished) return py::none();
+              if (wait == BatchAssembler::Wait::ready) break;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
+            }
+            return py::make_tuple(block.micro_batch, block.slot, block.rows, block.width, block.targets, block.bytes);
+          },
+          "(micro_batch, slot, rows, width, targets, bytes) of the next block; None at the end.")
+      .def("close", &BoundAssembler::close);
 }
 
 void bind_planner(py::module_& m) {
@@ -463,6 +577,8 @@ struct BoundStream {
 };
 
 void bind_loaders(py::module_& m) {
+  bind_batch_assembler(m);
+
   using prism::StreamBatch;
   using prism::StreamPlan;
   using prism::TokenStream;

@@ -4,12 +4,13 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
+#include "large_array.hpp"
 #include "random.hpp"
 
 namespace prism {
@@ -64,17 +65,17 @@ void counting_pass(std::span<const T> lengths, T smallest, unsigned shift, unsig
 // Record numbers by ascending length, ties by record number: least significant digit first, one pass for lengths that
 // span less than 2^16.
 template <class Index, class T>
-std::unique_ptr<Index[]> order_by_length(std::span<const T> lengths) {
+LargeArray<Index> order_by_length(std::span<const T> lengths) {
   const auto [smallest, largest] = length_range(lengths);
   const unsigned width = std::bit_width(static_cast<std::uint64_t>(largest - smallest));
   const unsigned passes = std::max(1u, (width + kDigitBits - 1) / kDigitBits);
   const unsigned bits = (width + passes - 1) / passes;
-  auto order = std::make_unique_for_overwrite<Index[]>(lengths.size());
-  counting_pass<T, Index>(lengths, smallest, 0, bits, nullptr, order.get());
+  LargeArray<Index> order(lengths.size());
+  counting_pass<T, Index>(lengths, smallest, 0, bits, nullptr, order.data());
   if (passes == 1) return order;
-  auto other = std::make_unique_for_overwrite<Index[]>(lengths.size());
+  LargeArray<Index> other(lengths.size());
   for (unsigned pass = 1; pass < passes; ++pass) {
-    counting_pass<T, Index>(lengths, smallest, pass * bits, bits, order.get(), other.get());
+    counting_pass<T, Index>(lengths, smallest, pass * bits, bits, order.data(), other.data());
     std::swap(order, other);
   }
   return order;
@@ -117,24 +118,24 @@ void plan_fixed_as(std::span<const T> lengths, std::size_t m, std::size_t bucket
   std::size_t kept = 0;
   std::vector<Index> left_over;
   left_over.reserve(n / bucket * (bucket % m) + n % bucket % m);
-  for_each_bucket(lengths, std::span(order.get(), n), bucket, [&](std::span<Index> records) {
+  for_each_bucket(lengths, order.span(), bucket, [&](std::span<Index> records) {
     shuffle(records, random);
     const auto whole = records.begin() + static_cast<std::ptrdiff_t>(records.size() - records.size() % m);
     left_over.insert(left_over.end(), whole, records.end());
-    if (order.get() + kept != records.data()) std::copy(records.begin(), whole, order.get() + kept);
+    if (order.data() + kept != records.data()) std::copy(records.begin(), whole, order.data() + kept);
     kept += static_cast<std::size_t>(whole - records.begin());
   });
   std::sort(left_over.begin(), left_over.end(),
             [&](Index a, Index b) { return lengths[a] != lengths[b] ? lengths[a] < lengths[b] : a < b; });
 
   const std::size_t whole_micro_batches = kept / m;
-  const auto micro_batches = std::make_unique_for_overwrite<Index[]>(whole_micro_batches);
-  std::iota(micro_batches.get(), micro_batches.get() + whole_micro_batches, Index{0});
-  shuffle(std::span(micro_batches.get(), whole_micro_batches), random);
+  const LargeArray<Index> micro_batches(whole_micro_batches);
+  std::iota(micro_batches.data(), micro_batches.data() + whole_micro_batches, Index{0});
+  shuffle(micro_batches.span(), random);
   std::int64_t* out = rows.data();
   for (std::size_t k = 0; k < whole_micro_batches; ++k) {
-    if (k + kAhead < whole_micro_batches) __builtin_prefetch(order.get() + micro_batches[k + kAhead] * m);
-    const Index* const records = order.get() + micro_batches[k] * m;
+    if (k + kAhead < whole_micro_batches) __builtin_prefetch(order.data() + micro_batches[k + kAhead] * m);
+    const Index* const records = order.data() + micro_batches[k] * m;
     for (std::size_t row = 0; row < m; ++row) *out++ = static_cast<std::int64_t>(records[row]);
   }
   for (const Index record : left_over) *out++ = static_cast<std::int64_t>(record);
@@ -179,43 +180,43 @@ VariablePlan plan_variable_as(std::span<const T> lengths, const VariableRules& r
   const std::size_t n = lengths.size();
   const bool file_order = !rules.exact_width && rules.bucket == 0;
   SplitMix64 random(seed);
-  std::unique_ptr<Index[]> order;
+  LargeArray<Index> order;
   if (file_order) {
     length_range(lengths);  // refuses negative lengths
-    order = std::make_unique_for_overwrite<Index[]>(n);
-    std::iota(order.get(), order.get() + n, Index{0});
+    order = LargeArray<Index>(n);
+    std::iota(order.data(), order.data() + n, Index{0});
   } else {
     order = order_by_length<Index>(lengths);
-    for_each_bucket(lengths, std::span(order.get(), n), rules.exact_width ? 0 : rules.bucket,
+    for_each_bucket(lengths, order.span(), rules.exact_width ? 0 : rules.bucket,
                     [&](std::span<Index> records) { shuffle(records, random); });
   }
 
   std::size_t count = 0;
   GreedyFill fill(rules);
   for (std::size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&lengths[order[i + kAhead]]);
     if (fill.add(order[i], static_cast<std::uint64_t>(lengths[order[i]]))) {
       order[i] |= kBegins;
       ++count;
     }
   }
-  auto begins = std::make_unique_for_overwrite<Index[]>(count);
+  const LargeArray<Index> begins(count);
   for (std::size_t i = 0, k = 0; i < n; ++i) {
     if (order[i] & kBegins) begins[k++] = static_cast<Index>(i);
   }
-  if (!file_order) shuffle(std::span(begins.get(), count), random);
+  if (!file_order) shuffle(begins.span(), random);
 
-  VariablePlan plan;
-  plan.records.reserve(n);
-  plan.starts.reserve(count + 1);
+  VariablePlan plan{LargeArray<std::int64_t>(n), LargeArray<std::int64_t>(count + 1)};
+  std::size_t written = 0;
   for (std::size_t k = 0; k < count; ++k) {
-    if (k + kAhead < count) __builtin_prefetch(order.get() + begins[k + kAhead]);
-    plan.starts.push_back(static_cast<std::int64_t>(plan.records.size()));
+    if (k + kAhead < count) __builtin_prefetch(order.data() + begins[k + kAhead]);
+    plan.starts[k] = static_cast<std::int64_t>(written);
     std::size_t i = begins[k];
     do {
-      plan.records.push_back(static_cast<std::int64_t>(order[i] & ~kBegins));
+      plan.records[written++] = static_cast<std::int64_t>(order[i] & ~kBegins);
     } while (++i < n && !(order[i] & kBegins));
   }
-  plan.starts.push_back(static_cast<std::int64_t>(n));
+  plan.starts[count] = static_cast<std::int64_t>(n);
   return plan;
 }
 

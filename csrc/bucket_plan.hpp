@@ -6,10 +6,10 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <variant>
-#include <vector>
+
+#include "large_array.hpp"
 
 namespace prism {
 
@@ -29,8 +29,8 @@ void plan_fixed(const Lengths& lengths, std::uint64_t micro_batch, std::uint64_t
 
 // Micro-batches of varying size: micro-batch k is records[starts[k] .. starts[k + 1]).
 struct VariablePlan {
-  std::vector<std::int64_t> records;
-  std::vector<std::int64_t> starts;
+  LargeArray<std::int64_t> records;
+  LargeArray<std::int64_t> starts;
 };
 
 struct VariableRules {

@@ -19,8 +19,8 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Below this many numbers a second thread costs more than it saves (measured: waking a team takes some 5 us).
-constexpr std::int64_t kNumbersPerPiece = 32768;
+// A thread takes at least this many numbers at a time, some 15 us of work: waking a team takes as long.
+constexpr std::int64_t kNumbersPerPiece = 65536;
 // Gradients larger than this leave the caches before they are read again, so they are written past them.
 constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 
@@ -70,6 +70,8 @@ RowIn row_in(const Matrix& logits, std::int64_t row, std::int64_t target) {
 }
 
 // Per-row numbers are float, or double beside double logits.
+std::int64_t row_number_size(Dtype dtype) { return dtype == Dtype::kF64 ? 8 : 4; }
+
 void put(void* data, Dtype dtype, std::int64_t i, double value) {
   if (dtype == Dtype::kF64) {
     static_cast<double*>(data)[i] = value;
@@ -81,6 +83,14 @@ void put(void* data, Dtype dtype, std::int64_t i, double value) {
 double get(const void* data, Dtype dtype, std::int64_t i) {
   return dtype == Dtype::kF64 ? static_cast<const double*>(data)[i]
                               : static_cast<double>(static_cast<const float*>(data)[i]);
+}
+
+// Moves terms that are relative to one maximum to another, `shift` above it.
+void rebase(RowTerms& terms, double shift) {
+  if (terms.sum == 0.0) return;
+  const double scale = std::exp(-shift);
+  terms.moment = scale * (terms.moment - shift * terms.sum);
+  terms.sum *= scale;
 }
 
 struct RowResult {
@@ -117,27 +127,15 @@ RowResult finish(const RowTerms& t) {
   return r;
 }
 
-double entropy_of(const RowTerms& t, const RowResult& r) {
-  // lse - sum p z' = log(sum) - moment / sum, both about the row's maximum.
-  const double shift = t.sum == 0.0 ? 0.0 : t.max - r.max;
-  const double scale = t.sum == 0.0 ? 0.0 : std::exp(shift);
-  double moment = t.sum == 0.0 ? 0.0 : scale * (t.moment + shift * t.sum);
-  const double away = t.target - r.max;
-  if (away != -kInf) moment += std::exp(away) * away;
-  return std::max(0.0, std::log(r.sum) - moment / r.sum);
-}
+// The target is the first of the row's largest logits.
+bool is_argmax(const RowTerms& t) { return t.target > t.before && t.target >= t.max; }
 
-// No class before the target is as large. `other_max` settles it unless it equals the target's logit.
-bool first_of_largest(const RowIn& in, Dtype dtype, double target, double other_max, double sum) {
-  if (sum == 0.0 || target > other_max) return true;
-  if (target < other_max) return false;
-  // A sum over the classes before the target alone has their maximum.
-  RowIn before = in;
-  before.vocab = in.target;
-  before.target = -1;
-  before.moment = before.smooth = false;
-  const RowTerms t = loops().terms[static_cast<int>(dtype)](before);
-  return t.sum == 0.0 || t.max < target;
+double entropy_of(RowTerms t, const RowResult& r) {
+  // lse - sum p z' = log(sum) - moment / sum, all about the row's maximum.
+  rebase(t, r.max - t.max);
+  const double away = t.target - r.max;
+  const double moment = t.moment + (away == -kInf ? 0.0 : std::exp(away) * away);
+  return std::max(0.0, std::log(r.sum) - moment / r.sum);
 }
 
 bool in_range(std::int64_t target, std::int64_t vocab) { return target >= 0 && target < vocab; }
@@ -146,10 +144,10 @@ std::int64_t rows_per_piece(std::int64_t vocab) {
   return std::max<std::int64_t>(1, kNumbersPerPiece / std::max<std::int64_t>(vocab, 1));
 }
 
-double total_weight(const LossOptions& options, const Matrix& logits) {
-  if (options.class_weight == nullptr) return static_cast<double>(logits.vocab);
+double total_weight(const LossOptions& options, std::int64_t vocab, Dtype dtype) {
+  if (options.class_weight == nullptr) return static_cast<double>(vocab);
   double total = 0.0;
-  for (std::int64_t v = 0; v < logits.vocab; ++v) total += get(options.class_weight, logits.dtype, v);
+  for (std::int64_t v = 0; v < vocab; ++v) total += get(options.class_weight, dtype, v);
   return total;
 }
 
@@ -162,7 +160,10 @@ struct GradWriter {
   bool stream;
 
   GradWriter(const Matrix& logits_, const Matrix& grad_, const LossOptions& options_)
-      : logits(logits_), grad(grad_), options(options_), weight_total(total_weight(options_, logits_)) {
+      : logits(logits_),
+        grad(grad_),
+        options(options_),
+        weight_total(total_weight(options_, logits_.vocab, logits_.dtype)) {
     const std::int64_t bytes = grad.rows * grad.vocab * size_of(grad.dtype);
     const bool dense = grad.vocab_stride == 1 && grad.row_stride == grad.vocab;
     stream = bytes >= kStreamBytes && grad.data != logits.data && grad.vocab_stride == 1;
@@ -208,140 +209,201 @@ struct GradWriter {
   }
 };
 
+// Terms of the classes [vocab_start, vocab_start + logits.vocab) of one row.
+RowTerms terms_of(const Matrix& logits, std::int64_t row, std::int64_t target, std::int64_t vocab_start,
+                  const LossOptions& options, bool moment) {
+  const std::int64_t local = target - vocab_start;
+  RowIn in = row_in(logits, row, in_range(local, logits.vocab) ? local : -1);
+  in.softcap = options.softcap;
+  in.smooth = options.label_smoothing != 0.0;
+  in.moment = moment;
+  if (options.class_weight != nullptr) {
+    in.class_weight = static_cast<const char*>(options.class_weight) + vocab_start * row_number_size(logits.dtype);
+  }
+  RowTerms terms = loops().terms[static_cast<int>(logits.dtype)](in);
+  if (local >= logits.vocab) terms.before = terms.max;
+  return terms;
+}
+
+// Writes what scoring found for one row; true if the row is faulty.
+bool put_score(const ScoreOut& out, Dtype dtype, std::int64_t row, const RowTerms& terms, bool valid_target) {
+  const RowResult r = valid_target ? finish(terms) : RowResult{};
+  const bool faulty = std::isnan(r.lse);
+  put(out.nll, dtype, row, r.nll);
+  put(out.lse, dtype, row, r.lse);
+  if (out.correct != nullptr) out.correct[row] = !faulty && is_argmax(terms);
+  if (out.entropy != nullptr) put(out.entropy, dtype, row, faulty ? kNan : entropy_of(terms, r));
+  return faulty;
+}
+
+void put_ignored(const ScoreOut& out, Dtype dtype, std::int64_t row) {
+  put(out.nll, dtype, row, 0.0);
+  put(out.lse, dtype, row, 0.0);
+  if (out.correct != nullptr) out.correct[row] = false;
+  if (out.entropy != nullptr) put(out.entropy, dtype, row, 0.0);
+}
+
+// Writes loss and lse of one row; the lse, NaN for a faulty row.
+double put_loss(const LossOut& out, Dtype dtype, std::int64_t row, const RowTerms& terms, std::int64_t target,
+                std::int64_t vocab, const LossOptions& options, double weight_total) {
+  const RowResult r = finish(terms);
+  const double eps = options.label_smoothing;
+  const double weight = options.class_weight == nullptr ? 1.0 : get(options.class_weight, dtype, target);
+  double loss = (1.0 - eps) * weight * r.nll + options.z_loss * r.lse * r.lse;
+  if (eps != 0.0) {
+    const double weighted = terms.weighted + weight * terms.target;
+    loss += eps / static_cast<double>(vocab) * (weight_total * r.lse - weighted);
+  }
+  put(out.loss, dtype, row, loss);
+  out.lse[row] = r.lse;
+  return r.lse;
+}
+
+// Calls body(row) for every row, which says whether the row is faulty, and adds up the faults.
+template <class Body>
+void for_rows(std::int64_t rows, std::int64_t vocab, int threads, std::int32_t* faults, const Body& body) {
+  std::atomic<std::int32_t> total{0};
+  const auto piece = [&](std::int64_t begin, std::int64_t end) {
+    std::int32_t faulty = 0;
+    for (std::int64_t row = begin; row < end; ++row) faulty += body(row) ? 1 : 0;
+    total.fetch_add(faulty, std::memory_order_relaxed);
+  };
+  parallel_for(rows, rows_per_piece(vocab), threads, piece);
+  if (faults != nullptr) *faults += total.load();
+}
+
+std::int64_t first_bad_target(const Targets& targets, std::int64_t rows, std::int64_t vocab) {
+  for (std::int64_t i = 0; i < rows; ++i) {
+    if (targets[i] != targets.ignore_index && !in_range(targets[i], vocab)) return i;
+  }
+  return -1;
+}
+
 }  // namespace
 
 const char* cross_entropy_isa() { return loops().name; }
 
+void merge(RowTerms& terms, RowTerms more) {
+  terms.weighted += more.weighted;
+  terms.before = std::max(terms.before, more.before);
+  if (more.target != -kInf) terms.target = more.target;
+  if (more.sum == 0.0) return;  // nothing but -inf
+  if (more.max > terms.max) {
+    rebase(terms, more.max - terms.max);
+    terms.max = more.max;
+  } else {
+    rebase(more, terms.max - more.max);
+  }
+  terms.sum += more.sum;
+  terms.moment += more.moment;
+}
+
 void token_nll(const Matrix& logits, const Targets& targets, const ScoreOut& out, int threads) {
-  const Dtype dtype = logits.dtype;
-  std::atomic<std::int32_t> faults{0};
-  const auto rows = [&](std::int64_t begin, std::int64_t end) {
-    std::int32_t faulty = 0;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t target = targets[i];
-      double nll = 0.0, lse = 0.0, entropy = 0.0;
-      bool correct = false;
-      if (target != targets.ignore_index) {
-        nll = lse = entropy = kNan;
-        if (in_range(target, logits.vocab)) {
-          RowIn in = row_in(logits, i, target);
-          in.moment = out.entropy != nullptr;
-          const RowTerms terms = loops().terms[static_cast<int>(dtype)](in);
-          const RowResult r = finish(terms);
-          nll = r.nll;
-          lse = r.lse;
-          if (!std::isnan(lse)) {
-            if (out.entropy != nullptr) entropy = entropy_of(terms, r);
-            if (out.correct != nullptr) {
-              correct = first_of_largest(in, dtype, terms.target, terms.max, terms.sum);
-            }
-          }
-        }
-        if (std::isnan(lse)) ++faulty;
-      }
-      put(out.nll, dtype, i, nll);
-      if (out.lse != nullptr) put(out.lse, dtype, i, lse);
-      if (out.correct != nullptr) out.correct[i] = correct;
-      if (out.entropy != nullptr) put(out.entropy, dtype, i, entropy);
+  for_rows(logits.rows, logits.vocab, threads, out.faults, [&](std::int64_t row) {
+    const std::int64_t target = targets[row];
+    if (target == targets.ignore_index) {
+      put_ignored(out, logits.dtype, row);
+      return false;
     }
-    faults.fetch_add(faulty, std::memory_order_relaxed);
-  };
-  parallel_for(logits.rows, rows_per_piece(logits.vocab), threads, rows);
-  if (out.faults != nullptr) *out.faults += faults.load();
+    const bool valid = in_range(target, logits.vocab);
+    const RowTerms terms = valid ? terms_of(logits, row, target, 0, {}, out.entropy != nullptr) : RowTerms{};
+    return put_score(out, logits.dtype, row, terms, valid);
+  });
 }
 
 void token_nll_shard(const Matrix& logits, const Targets& targets, std::int64_t vocab_start, void* max, void* sum,
                      void* target_logit, int threads) {
-  const Dtype dtype = logits.dtype;
-  const auto rows = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      double row_max = -kInf, row_sum = 0.0, row_target = -kInf;
-      if (targets[i] != targets.ignore_index) {
-        const std::int64_t target = targets[i] - vocab_start;
-        const RowIn in = row_in(logits, i, in_range(target, logits.vocab) ? target : -1);
-        const RowTerms terms = loops().terms[static_cast<int>(dtype)](in);
-        row_max = terms.max;
-        row_sum = terms.sum;
-        row_target = terms.target;
-      }
-      put(max, dtype, i, row_max);
-      put(sum, dtype, i, row_sum);
-      put(target_logit, dtype, i, row_target);
+  for_rows(logits.rows, logits.vocab, threads, nullptr, [&](std::int64_t row) {
+    RowTerms terms;
+    if (targets[row] != targets.ignore_index) terms = terms_of(logits, row, targets[row], vocab_start, {}, false);
+    put(max, logits.dtype, row, terms.max);
+    put(sum, logits.dtype, row, terms.sum);
+    put(target_logit, logits.dtype, row, terms.target);
+    return false;
+  });
+}
+
+void add_terms(const Matrix& logits, const Targets& targets, std::int64_t vocab_start, const LossOptions& options,
+               bool moment, RowTerms* terms, int threads) {
+  for_rows(logits.rows, logits.vocab, threads, nullptr, [&](std::int64_t row) {
+    if (targets[row] != targets.ignore_index) {
+      merge(terms[row], terms_of(logits, row, targets[row], vocab_start, options, moment));
     }
-  };
-  parallel_for(logits.rows, rows_per_piece(logits.vocab), threads, rows);
+    return false;
+  });
+}
+
+void score_of_terms(const RowTerms* terms, const Targets& targets, std::int64_t rows, std::int64_t vocab, Dtype dtype,
+                    const ScoreOut& out) {
+  for_rows(rows, 1, 1, out.faults, [&](std::int64_t row) {
+    if (targets[row] == targets.ignore_index) {
+      put_ignored(out, dtype, row);
+      return false;
+    }
+    return put_score(out, dtype, row, terms[row], in_range(targets[row], vocab));
+  });
+}
+
+std::int64_t loss_of_terms(const RowTerms* terms, const Targets& targets, std::int64_t rows, std::int64_t vocab,
+                           Dtype dtype, const LossOptions& options, const LossOut& out) {
+  const std::int64_t bad = first_bad_target(targets, rows, vocab);
+  if (bad >= 0) return bad;
+  const double weights = total_weight(options, vocab, dtype);
+  for_rows(rows, 1, 1, out.faults, [&](std::int64_t row) {
+    if (targets[row] == targets.ignore_index) {
+      put(out.loss, dtype, row, 0.0);
+      out.lse[row] = 0.0;
+      return false;
+    }
+    return std::isnan(put_loss(out, dtype, row, terms[row], targets[row], vocab, options, weights));
+  });
+  return -1;
 }
 
 std::int64_t cross_entropy(const Matrix& logits, const Targets& targets, const LossOptions& options, const LossOut& out,
                            const Matrix* grad, const void* grad_loss, std::int64_t grad_loss_stride, int threads) {
-  for (std::int64_t i = 0; i < logits.rows; ++i) {
-    if (targets[i] != targets.ignore_index && !in_range(targets[i], logits.vocab)) return i;
-  }
+  const std::int64_t bad = first_bad_target(targets, logits.rows, logits.vocab);
+  if (bad >= 0) return bad;
   const Dtype dtype = logits.dtype;
-  const double eps = options.label_smoothing;
-  const double weight_total = total_weight(options, logits);
+  const double weights = total_weight(options, logits.vocab, dtype);
   std::optional<GradWriter> writer;
   if (grad != nullptr) writer.emplace(logits, *grad, options);
-  std::atomic<std::int32_t> faults{0};
-  const auto rows = [&](std::int64_t begin, std::int64_t end) {
-    std::int32_t faulty = 0;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t target = targets[i];
-      if (target == targets.ignore_index) {
-        put(out.loss, dtype, i, 0.0);
-        out.lse[i] = 0.0;
-        if (writer) writer->zero(i);
-        continue;
-      }
-      RowIn in = row_in(logits, i, target);
-      in.softcap = options.softcap;
-      in.class_weight = options.class_weight;
-      in.smooth = eps != 0.0;
-      const RowTerms terms = loops().terms[static_cast<int>(dtype)](in);
-      const RowResult r = finish(terms);
-      const double weight = options.class_weight == nullptr ? 1.0 : get(options.class_weight, dtype, target);
-      double loss = (1.0 - eps) * weight * r.nll + options.z_loss * r.lse * r.lse;
-      if (eps != 0.0) {
-        const double weighted = terms.weighted + weight * terms.target;
-        loss += eps / static_cast<double>(logits.vocab) * (weight_total * r.lse - weighted);
-      }
-      if (std::isnan(r.lse)) ++faulty;
-      put(out.loss, dtype, i, loss);
-      out.lse[i] = r.lse;
-      if (writer) (*writer)(i, target, r.lse, get(grad_loss, dtype, i * grad_loss_stride));
+  for_rows(logits.rows, logits.vocab, threads, out.faults, [&](std::int64_t row) {
+    const std::int64_t target = targets[row];
+    if (target == targets.ignore_index) {
+      put(out.loss, dtype, row, 0.0);
+      out.lse[row] = 0.0;
+      if (writer) writer->zero(row);
+      return false;
     }
-    faults.fetch_add(faulty, std::memory_order_relaxed);
-  };
-  parallel_for(logits.rows, rows_per_piece(logits.vocab), threads, rows);
-  *out.faults += faults.load();
+    const RowTerms terms = terms_of(logits, row, target, 0, options, false);
+    const double lse = put_loss(out, dtype, row, terms, target, logits.vocab, options, weights);
+    if (writer) (*writer)(row, target, lse, get(grad_loss, dtype, row * grad_loss_stride));
+    return std::isnan(lse);
+  });
   return -1;
 }
 
 void cross_entropy_backward(const Matrix& logits, const Targets& targets, const LossOptions& options, const double* lse,
                             const Matrix& grad, const void* grad_loss, std::int64_t grad_loss_stride, int threads) {
   const GradWriter writer(logits, grad, options);
-  const auto rows = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t target = targets[i];
-      if (target == targets.ignore_index || !in_range(target, logits.vocab)) {
-        writer.zero(i);
-      } else {
-        writer(i, target, lse[i], get(grad_loss, logits.dtype, i * grad_loss_stride));
-      }
+  for_rows(logits.rows, logits.vocab, threads, nullptr, [&](std::int64_t row) {
+    const std::int64_t target = targets[row];
+    if (target == targets.ignore_index || !in_range(target, logits.vocab)) {
+      writer.zero(row);
+    } else {
+      writer(row, target, lse[row], get(grad_loss, logits.dtype, row * grad_loss_stride));
     }
-  };
-  parallel_for(logits.rows, rows_per_piece(logits.vocab), threads, rows);
+    return false;
+  });
 }
 
 void scale_rows(const Matrix& rows, const void* factor, std::int64_t factor_stride, int threads) {
-  const auto body = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const double f = get(factor, rows.dtype, i * factor_stride);
-      if (f == 1.0) continue;
-      loops().scale[static_cast<int>(rows.dtype)](row_of(rows, i), rows.vocab_stride, rows.vocab, f);
-    }
-  };
-  parallel_for(rows.rows, rows_per_piece(rows.vocab), threads, body);
+  for_rows(rows.rows, rows.vocab, threads, nullptr, [&](std::int64_t row) {
+    const double f = get(factor, rows.dtype, row * factor_stride);
+    if (f != 1.0) loops().scale[static_cast<int>(rows.dtype)](row_of(rows, row), rows.vocab_stride, rows.vocab, f);
+    return false;
+  });
 }
 
 double sum_rows(const void* values, bool is_double, std::int64_t count) {

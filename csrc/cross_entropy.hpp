@@ -62,6 +62,26 @@ void token_nll(const Matrix& logits, const Targets& targets, const ScoreOut& out
 void token_nll_shard(const Matrix& logits, const Targets& targets, std::int64_t vocab_start, void* max, void* sum,
                      void* target_logit, int threads);
 
+// What one pass over some classes of a row gives: sums over those classes but the target, relative to their maximum.
+// Terms of consecutive parts of a vocabulary merge into those of the whole.
+struct RowTerms {
+  double max = -__builtin_inf();
+  double sum = 0.0;                  // of exp(z' - max)
+  double moment = 0.0;               // of exp(z' - max) * (z' - max), where it was asked for
+  double weighted = 0.0;             // of w * z', where it was asked for
+  double before = -__builtin_inf();  // maximum over the classes before the target
+  double target = -__builtin_inf();  // z'[target], where the target is among the classes
+};
+
+// The same for logits that are made in blocks of consecutive classes, the first one first and `vocab_start` of the
+// whole: adds each row's terms of the block to `terms` [rows].
+void add_terms(const Matrix& logits, const Targets& targets, std::int64_t vocab_start, const LossOptions& options,
+               bool moment, RowTerms* terms, int threads);
+
+// Scores from the terms of all `vocab` classes.
+void score_of_terms(const RowTerms* terms, const Targets& targets, std::int64_t rows, std::int64_t vocab, Dtype dtype,
+                    const ScoreOut& out);
+
 struct LossOut {
   void* loss;            // [rows] float, or double for double logits
   double* lse;           // [rows]; double, so that the gradient can subtract it without rounding
@@ -72,6 +92,10 @@ struct LossOut {
 // may be the logits themselves. Returns the first row whose target is neither ignored nor in range, or -1.
 std::int64_t cross_entropy(const Matrix& logits, const Targets& targets, const LossOptions& options, const LossOut& out,
                            const Matrix* grad, const void* grad_loss, std::int64_t grad_loss_stride, int threads);
+
+// The loss from the terms of all `vocab` classes; returns as cross_entropy does.
+std::int64_t loss_of_terms(const RowTerms* terms, const Targets& targets, std::int64_t rows, std::int64_t vocab,
+                           Dtype dtype, const LossOptions& options, const LossOut& out);
 
 // The gradient alone, from the `lse` of the forward pass; the same bits as the gradient made with the loss.
 void cross_entropy_backward(const Matrix& logits, const Targets& targets, const LossOptions& options, const double* lse,

@@ -187,18 +187,10 @@ inline const T* contiguous(const T* z, std::int64_t stride, std::int64_t n, T* b
   return buffer;
 }
 
-// Terms of one block, relative to its maximum.
-struct Block {
-  double max;
-  double sum;       // of exp(z' - max)
-  double moment;    // of exp(z' - max) * (z' - max)
-  double distance;  // of w * (z' - max)
-  double weight;    // of w
-};
-
+// The terms of one block, whose target, if any, is left out already.
 template <class Isa, class T, bool kCap, bool kSmooth, bool kMoment>
-inline Block block_terms(const T* z, std::int64_t n, const typename Isa::Scalar* w, const Softcap<Isa>* softcap,
-                         bool prefetch) {
+inline RowTerms block_terms(const T* z, std::int64_t n, const typename Isa::Scalar* w, const Softcap<Isa>* softcap,
+                            bool prefetch) {
   using F = Vec<Isa>;
   using C = typename Isa::Scalar;
   constexpr int R = kRegs<Isa>;
@@ -273,40 +265,15 @@ inline Block block_terms(const T* z, std::int64_t n, const typename Isa::Scalar*
       }
     }
   }
-  Block block;
-  block.max = static_cast<double>(max);
-  block.sum = sum_lanes<Isa>(sum);
-  block.moment = kMoment ? sum_lanes<Isa>(moment) : 0.0;
-  block.distance = kSmooth ? sum_lanes<Isa>(distance) + tail_distance : 0.0;
-  block.weight = 0.0;
+  RowTerms terms;
+  terms.max = static_cast<double>(max);
+  terms.sum = sum_lanes<Isa>(sum);
+  if constexpr (kMoment) terms.moment = sum_lanes<Isa>(moment);
   if constexpr (kSmooth) {
-    block.weight = tail_weight + (w != nullptr ? sum_lanes<Isa>(weight) : static_cast<double>(full));
+    const double weights = tail_weight + (w != nullptr ? sum_lanes<Isa>(weight) : static_cast<double>(full));
+    terms.weighted = sum_lanes<Isa>(distance) + tail_distance + static_cast<double>(origin) * weights;
   }
-  return block;
-}
-
-// Adds a block to a row's running terms, which are relative to the running maximum.
-inline void merge(RowTerms& row, const Block& block) {
-  if (block.sum == 0.0) {  // nothing but -inf
-    row.weighted += block.distance;
-    return;
-  }
-  double scale = 1.0;
-  if (block.max > row.max) {
-    const double shift = row.max - block.max;
-    const double down = row.sum == 0.0 ? 0.0 : ::exp(shift);
-    row.moment = row.sum == 0.0 ? 0.0 : down * (row.moment + shift * row.sum);
-    row.sum *= down;
-    row.max = block.max;
-    row.sum += block.sum;
-    row.moment += block.moment;
-  } else {
-    const double shift = block.max - row.max;
-    scale = ::exp(shift);
-    row.sum += scale * block.sum;
-    row.moment += scale * (block.moment + shift * block.sum);
-  }
-  row.weighted += block.distance + block.max * block.weight;
+  return terms;
 }
 
 template <class Isa, class T, bool kCap, bool kSmooth, bool kMoment>
@@ -317,7 +284,6 @@ RowTerms row_terms_of(const RowIn& in) {
   const Softcap<Isa> softcap(kCap ? in.softcap : 1.0);
   T buffer[kBlock];
   RowTerms row;
-  row.max = -__builtin_inf();
   const auto segment = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; i += kBlock) {
       const std::int64_t n = end - i < kBlock ? end - i : kBlock;
@@ -328,10 +294,10 @@ RowTerms row_terms_of(const RowIn& in) {
   };
   if (in.target < 0) {
     segment(0, in.vocab);
-    row.target = -__builtin_inf();
     return row;
   }
   segment(0, in.target);
+  row.before = row.max;
   segment(in.target + 1, in.vocab);
   C target = to_scalar<Isa>(z[in.target * in.stride]);
   if constexpr (kCap) target = first_lane<Isa>(softcap(Isa::set1(target)));

@@ -26,14 +26,8 @@ struct RowIn {
   bool moment;               // the first moment is wanted
 };
 
-// Sums over every class but the target, relative to their maximum.
-struct RowTerms {
-  double max = 0.0;
-  double sum = 0.0;       // of exp(z' - max)
-  double moment = 0.0;    // of exp(z' - max) * (z' - max)
-  double weighted = 0.0;  // of w * z'
-  double target = 0.0;    // z'[target], -inf without one
-};
+// Adds the terms of further classes. Order matters to the last bit: first classes first.
+void merge(RowTerms& terms, RowTerms more);
 
 // grad = (scale * softmax - uniform * w - hit at the target) * dz'/dz.
 struct RowGrad {

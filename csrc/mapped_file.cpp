@@ -34,6 +34,26 @@ bool is_network_filesystem(int fd) {
   }
 }
 
+// A mapping ends at a page, not at the end of the file. Under AddressSanitizer a heap block of the exact size stands in
+// for it, so that a read past the end is caught.
+#if defined(__SANITIZE_ADDRESS__) || defined(PRISM_LIBFUZZER)
+const std::byte* map(int fd, std::uint64_t size, const std::string& path) {
+  auto* data = new std::byte[size];
+  if (::pread(fd, data, size, 0) != static_cast<ssize_t>(size)) throw FileError(errno, path);
+  return data;
+}
+
+void unmap(const std::byte* data, std::uint64_t) { delete[] data; }
+#else
+const std::byte* map(int fd, std::uint64_t size, const std::string& path) {
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) throw FileError(errno, path);
+  return static_cast<const std::byte*>(data);
+}
+
+void unmap(const std::byte* data, std::uint64_t size) { ::munmap(const_cast<std::byte*>(data), size); }
+#endif
+
 }  // namespace
 
 FileError::FileError(int error, std::string path)
@@ -49,11 +69,7 @@ MappedFile::MappedFile(std::string path, Access access) : path_(std::move(path))
     if (!S_ISREG(info.st_mode)) throw DataFault(path_ + ": not a regular file, so it has no size to check");
     size_ = static_cast<std::uint64_t>(info.st_size);
     mapped_ = access == Access::map || (access == Access::automatic && !is_network_filesystem(fd_));
-    if (mapped_ && size_ != 0) {  // mmap refuses a length of zero
-      void* map = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
-      if (map == MAP_FAILED) throw FileError(errno, path_);
-      data_ = static_cast<const std::byte*>(map);
-    }
+    if (mapped_ && size_ != 0) data_ = map(fd_, size_, path_);
   } catch (...) {
     ::close(fd_);
     throw;
@@ -65,7 +81,7 @@ MappedFile::MappedFile(std::string path, Access access) : path_(std::move(path))
 }
 
 MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+  if (data_ != nullptr) unmap(data_, size_);
   if (fd_ >= 0) ::close(fd_);
 }
 

@@ -142,6 +142,15 @@ TokenTable::TokenTable(std::vector<std::uint64_t> offsets, std::vector<std::byte
     throw std::invalid_argument("token table: offsets must rise from 0 to the number of bytes (" +
                                 std::to_string(bytes_.size()) + ")");
   }
+  lengths_.reserve(offsets_.size() - 1);
+  for (std::size_t id = 0; id + 1 < offsets_.size(); ++id) {
+    const std::uint64_t length = offsets_[id + 1] - offsets_[id];
+    if (length > std::numeric_limits<std::uint16_t>::max()) {
+      throw std::invalid_argument("token table: id " + std::to_string(id) + " stands for " + std::to_string(length) +
+                                  " bytes: expected at most 65535");
+    }
+    lengths_.push_back(static_cast<std::uint16_t>(length));
+  }
 }
 
 void TokenTable::count(std::span<const std::uint32_t> tokens, std::span<const std::uint64_t> lengths,
@@ -296,7 +305,21 @@ std::vector<std::uint64_t> Shard::doc_ids() const {
 }
 
 std::vector<std::byte> Shard::seal() const {
-  if (format_ != "prism_shard.v1") return {};
+  if (format_ != "prism_shard.v1") {
+    std::vector<std::byte> scratch;
+    const std::uint64_t head = std::min<std::uint64_t>(stored_, (std::uint64_t{1} << 20) / width_);
+    const std::uint64_t fields[] = {width_,
+                                    data_offset_,
+                                    stored_,
+                                    records_,
+                                    total_bytes_,
+                                    xxh64(std::as_bytes(offsets_)),
+                                    xxh64(std::as_bytes(std::span(starts_))),
+                                    xxh64(std::as_bytes(utf8_bytes_)),
+                                    xxh64(token_bytes(0, head, scratch))};
+    const auto raw = std::as_bytes(std::span(fields));
+    return {raw.begin(), raw.end()};
+  }
   std::vector<std::byte> out(sizeof(Header) + sizeof(Footer));
   const std::span<std::byte> whole(out);
   file_->read(0, whole.first(sizeof(Header)), "header");

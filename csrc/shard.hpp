@@ -21,8 +21,8 @@ inline constexpr std::uint32_t kNoId = 0xFFFFFFFFu;  // "no end-of-text id"
 class TokenTable {
  public:
   TokenTable(std::vector<std::uint64_t> offsets, std::vector<std::byte> bytes);
-  std::uint64_t n_vocab() const { return offsets_.size() - 1; }
-  std::uint64_t length(std::uint64_t id) const { return offsets_[id + 1] - offsets_[id]; }
+  std::uint64_t n_vocab() const { return lengths_.size(); }
+  std::uint64_t length(std::uint64_t id) const { return lengths_[id]; }
   std::span<const std::byte> bytes(std::uint64_t id) const { return {bytes_.data() + offsets_[id], length(id)}; }
   /// UTF-8 bytes of each record; `tokens` holds the records end to end. Throws on an id outside the vocabulary.
   void count(std::span<const std::uint32_t> tokens, std::span<const std::uint64_t> lengths,
@@ -31,6 +31,7 @@ class TokenTable {
   std::string decode(std::span<const std::uint32_t> tokens) const;
 
  private:
+  std::vector<std::uint16_t> lengths_;  // a quarter of the offsets: what is looked up for every token stays in cache
   std::vector<std::uint64_t> offsets_;
   std::vector<std::byte> bytes_;
 };
@@ -87,8 +88,8 @@ class Shard {
   /// record's UTF-8 length. Throws DataFault at the first contradiction.
   void verify(const TokenTable* table) const;
 
-  /// Header and footer as stored: they hold every count and section checksum, so their digest names the content.
-  /// Empty for foreign formats.
+  /// Bytes that name the content. Header and footer as stored: they hold every count and section checksum. Of foreign
+  /// formats: the layout, checksums of all record lengths, and of the first MiB of tokens.
   std::vector<std::byte> seal() const;
 
  private:

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,36 +19,33 @@ namespace prism {
 namespace {
 
 constexpr std::int64_t kIgnore = -100;                    // torch's ignore_index
-constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens looked up in one piece
+constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens read or looked up in one piece: stays in cache
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
 
-/// Widens to int64 and returns the largest id, so that the range check costs no second pass.
-PRISM_CLONES std::uint64_t widen(const std::uint16_t* in, std::int64_t* out, std::size_t n) {
-  std::uint16_t largest = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    out[i] = in[i];
-    largest = std::max(largest, in[i]);
-  }
-  return largest;
-}
-
-PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* out, std::size_t n) {
-  std::uint32_t largest = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    out[i] = in[i];
-    largest = std::max(largest, in[i]);
-  }
-  return largest;
-}
-
+/// Widens to int64, twice, and returns the largest id, so that the range check costs no second pass.
 template <typename T>
-std::uint64_t widen(const T* in, std::int64_t* out, std::size_t n) {
-  std::uint64_t largest = 0;
+inline __attribute__((always_inline)) std::uint64_t widen_loop(const T* in, std::int64_t* a, std::int64_t* b,
+                                                               std::size_t n) {
+  T largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    out[i] = static_cast<std::int64_t>(in[i]);
-    largest = std::max(largest, static_cast<std::uint64_t>(in[i]));
+    a[i] = static_cast<std::int64_t>(in[i]);
+    b[i] = static_cast<std::int64_t>(in[i]);
+    largest = std::max(largest, in[i]);
   }
   return largest;
+}
+
+PRISM_CLONES std::uint64_t widen(const std::uint8_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
+  return widen_loop(in, a, b, n);
+}
+PRISM_CLONES std::uint64_t widen(const std::uint16_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
+  return widen_loop(in, a, b, n);
+}
+PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
+  return widen_loop(in, a, b, n);
+}
+PRISM_CLONES std::uint64_t widen(const std::uint64_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
+  return widen_loop(in, a, b, n);
 }
 
 std::uint64_t text_elements(const Shard& shard, Basis basis) {
@@ -70,6 +66,7 @@ bool StreamCursor::enter_document() {
   while (shard_ < shards_.size() && record_ == shards_[shard_]->records()) {
     ++shard_;
     record_ = 0;
+    window_ = {};
   }
   if (shard_ == shards_.size()) return false;
   range_ = shards_[shard_]->range(record_);
@@ -102,7 +99,7 @@ void StreamCursor::settle() {
   std::uint64_t bytes = 0;
   while (settled_ < token_) {
     const std::uint64_t take = std::min(token_ - settled_, kPiece);
-    with_token_type(shard.token_width(), shard.token_bytes(range_.start + settled_, take, scratch_),
+    with_token_type(shard.token_width(), shard.token_bytes(range_.start + settled_, take, settle_scratch_),
                     [&](const auto* ids) {
                       for (std::uint64_t i = 0; i < take; ++i) {
                         if (ids[i] >= table_.n_vocab()) bad_id(shard, settled_ + i, ids[i]);
@@ -120,64 +117,80 @@ StreamCounts StreamCursor::take_counts() {
   return std::exchange(counts_, {});
 }
 
-std::uint64_t StreamCursor::pull_tokens(std::span<std::int64_t> out) {
+/// Stored tokens of the record from `token_` on, as many as lie in the window; at least one.
+std::span<const std::byte> StreamCursor::upcoming() {
   const Shard& shard = *shards_[shard_];
-  const std::uint64_t take = std::min<std::uint64_t>(out.size(), range_.length - token_);
-  const std::uint64_t largest =
-      with_token_type(shard.token_width(), shard.token_bytes(range_.start + token_, take, scratch_),
-                      [&](const auto* ids) { return widen(ids, out.data(), take); });
+  const unsigned width = shard.token_width();
+  const std::uint64_t at = range_.start + token_;
+  if (at < window_begin_ || at >= window_begin_ + window_.size() / width) {
+    // Pieces run on into the records that follow: short documents would cost a read each.
+    window_begin_ = shard.mapped() ? 0 : at;
+    const std::uint64_t left = shard.stored_tokens() - window_begin_;
+    window_ = shard.token_bytes(window_begin_, shard.mapped() ? left : std::min(left, kPiece), window_scratch_);
+  }
+  const auto rest = window_.subspan(static_cast<std::size_t>((at - window_begin_) * width));
+  return rest.first(std::min<std::size_t>(rest.size(), static_cast<std::size_t>((range_.length - token_) * width)));
+}
+
+std::uint64_t StreamCursor::pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+  const Shard& shard = *shards_[shard_];
+  const auto stored = upcoming();
+  const std::uint64_t take = std::min<std::uint64_t>(count, stored.size() / shard.token_width());
+  const std::uint64_t largest = with_token_type(shard.token_width(), stored, [&](const auto* ids) {
+    return widen(ids, tokens, targets, static_cast<std::size_t>(take));
+  });
   if (largest >= table_.n_vocab()) {
-    const auto at = std::find_if(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(take),
-                                 [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
-    bad_id(shard, token_ + static_cast<std::uint64_t>(at - out.begin()), largest);
+    const auto* at = std::find_if(tokens, tokens + take,
+                                  [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
+    bad_id(shard, token_ + static_cast<std::uint64_t>(at - tokens), static_cast<std::uint64_t>(*at));
   }
   token_ += take;
   counts_.scored += take;
   return take;
 }
 
-/// Emits up to `count` bytes of the current record; with an empty `out` it only passes over them.
-std::uint64_t StreamCursor::pull_bytes(std::span<std::int64_t> out, std::uint64_t count) {
+/// Emits up to `count` bytes of the current record; without places to write to it only passes over them.
+std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
+  const auto stored = upcoming();
   std::uint64_t done = 0;
-  while (done < count && token_ < range_.length) {
-    const std::uint64_t piece = std::min({range_.length - token_, kPiece, count - done + 1});
-    with_token_type(shard.token_width(), shard.token_bytes(range_.start + token_, piece, scratch_),
-                    [&](const auto* ids) {
-                      for (std::uint64_t i = 0; i < piece && done < count; ++i) {
-                        if (ids[i] >= table_.n_vocab()) bad_id(shard, token_, ids[i]);
-                        const auto bytes = table_.bytes(ids[i]).subspan(within_);
-                        const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
-                        if (!out.empty()) {
-                          for (std::uint64_t k = 0; k < take; ++k)
-                            out[done + k] = std::to_integer<std::int64_t>(bytes[k]);
-                        }
-                        done += take;
-                        if (take < bytes.size()) {
-                          within_ += take;
-                        } else {
-                          within_ = 0;
-                          ++token_;
-                        }
-                      }
-                    });
-  }
+  with_token_type(shard.token_width(), stored, [&](const auto* ids) {
+    const auto* end = ids + stored.size() / shard.token_width();
+    for (; ids != end && done < count; ++ids) {
+      if (*ids >= table_.n_vocab()) bad_id(shard, token_, *ids);
+      const auto bytes = table_.bytes(*ids).subspan(within_);
+      const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
+      if (tokens != nullptr) {
+        for (std::uint64_t k = 0; k < take; ++k) {
+          tokens[done + k] = targets[done + k] = std::to_integer<std::int64_t>(bytes[k]);
+        }
+      }
+      done += take;
+      if (take < bytes.size()) {
+        within_ += take;
+        return;
+      }
+      within_ = 0;
+      ++token_;
+    }
+  });
   counts_.scored += done;
   counts_.bytes += done;
   record_bytes_ += done;
   return done;
 }
 
-std::uint64_t StreamCursor::pull(std::span<std::int64_t> out) {
+std::uint64_t StreamCursor::pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
   std::uint64_t done = 0;
-  while (done < out.size()) {
+  while (done < count) {
     if (!inside_) {
       if (!enter_document()) break;
-      out[done++] = end_of_text_;
+      tokens[done] = targets[done] = end_of_text_;
+      ++done;
       ++counts_.special;
     } else {
-      const auto rest = out.subspan(done);
-      done += basis_ == Basis::tokens ? pull_tokens(rest) : pull_bytes(rest, rest.size());
+      done += basis_ == Basis::tokens ? pull_tokens(tokens + done, targets + done, count - done)
+                                      : pull_bytes(tokens + done, targets + done, count - done);
     }
     if (token_ == range_.length) leave_document();
   }
@@ -197,6 +210,7 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
         counts_.special += shard.records();
         counts_.bytes += shard.utf8_bytes_total();
         ++shard_;
+        window_ = {};
       }
       if (done == count || !enter_document()) break;
       const Shard& shard = *shards_[shard_];
@@ -217,7 +231,7 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
       counts_.scored += take;
       done += take;
     } else {
-      done += pull_bytes({}, count - done);
+      done += pull_bytes(nullptr, nullptr, count - done);
     }
     if (token_ == range_.length) leave_document();
   }
@@ -313,11 +327,10 @@ void TokenStream::fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& b
   std::int64_t* targets = targets_.data() + batch.slot * config_.batch_size * width;
   for (std::uint64_t row = 0; row < batch.rows; ++row, tokens += width, targets += width) {
     tokens[0] = carry;
-    if (cursor.pull({tokens + 1, width - 1}) != width - 1) {
+    if (cursor.pull(tokens + 1, targets, width - 1) != width - 1) {
       throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
     carry = tokens[width - 1];
-    std::memcpy(targets, tokens + 1, (width - 1) * sizeof(std::int64_t));
     targets[width - 1] = kIgnore;
   }
   batch.counts = cursor.take_counts();
@@ -336,7 +349,8 @@ void TokenStream::run() {
       if (position != batch.index) {
         const std::uint64_t gap = batch.index - (position == kUnknown ? 0 : position);
         cursor.skip(gap * targets_a_batch - (position == kUnknown ? 0 : 1));
-        if (cursor.pull({&carry, 1}) != 1) {
+        std::int64_t unused = 0;
+        if (cursor.pull(&carry, &unused, 1) != 1) {
           throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
         }
         cursor.take_counts();  // another rank's

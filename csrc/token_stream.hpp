@@ -34,8 +34,9 @@ class StreamCursor {
   StreamCursor(const Shards& shards, const TokenTable& table, Basis basis, std::int64_t end_of_text)
       : shards_(shards), table_(table), basis_(basis), end_of_text_(end_of_text) {}
 
-  /// Writes the next elements to `out`; returns how many there were (fewer only at the end of the stream).
-  std::uint64_t pull(std::span<std::int64_t> out);
+  /// Writes the next `count` elements to both places; returns how many there were (fewer only at the end of the
+  /// stream). Two places because a row's tokens are the row's targets one column further.
+  std::uint64_t pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
   /// Passes over up to `count` elements without reading tokens of documents that lie wholly inside.
   std::uint64_t skip(std::uint64_t count);
   /// What was passed since the last call.
@@ -45,8 +46,9 @@ class StreamCursor {
   bool enter_document();
   void leave_document();
   void settle();
-  std::uint64_t pull_tokens(std::span<std::int64_t> out);
-  std::uint64_t pull_bytes(std::span<std::int64_t> out, std::uint64_t count);
+  std::span<const std::byte> upcoming();
+  std::uint64_t pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
+  std::uint64_t pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
   [[noreturn]] void bad_id(const Shard& shard, std::uint64_t token, std::uint64_t id) const;
 
   const Shards& shards_;
@@ -62,7 +64,10 @@ class StreamCursor {
   std::uint64_t settled_ = 0;       // token basis: tokens of the record whose bytes are counted
   std::uint64_t record_bytes_ = 0;  // bytes of the record that are counted
   StreamCounts counts_;
-  std::vector<std::byte> scratch_;
+  std::span<const std::byte> window_;  // stored tokens of the shard: all of them when mapped, else a piece
+  std::uint64_t window_begin_ = 0;     // number of its first
+  std::vector<std::byte> window_scratch_;
+  std::vector<std::byte> settle_scratch_;
 };
 
 struct StreamPlan {

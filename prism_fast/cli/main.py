@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from prism_fast import __version__
-from prism_fast.cli import doctor_command, plan_commands, score_command
+from prism_fast.cli import (
+    compare_commands,
+    data_commands,
+    doctor_command,
+    plan_commands,
+    score_command,
+    verify_command,
+)
 from prism_fast.protocol.errors import EXIT_ENGINE, PrismError
 
 app = typer.Typer(
@@ -36,7 +43,7 @@ def _options(
     pass
 
 
-for commands in (score_command, doctor_command, plan_commands):
+for commands in (score_command, verify_command, compare_commands, data_commands, plan_commands, doctor_command):
     commands.register(app)
 
 

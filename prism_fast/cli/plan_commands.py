@@ -16,13 +16,17 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    corpus: Annotated[str, typer.Argument(help="A corpus directory, a shard, or 'sample'.")],
+    corpus: Annotated[str, typer.Argument(help="A packed corpus, text, a token file, or 'sample'.")],
     micro_batch: Annotated[
         int | None, typer.Option(help="Records a micro-batch; with --token-budget the most it may have. [default: 2]")
     ] = None,
     bucket: Annotated[
-        str, typer.Option(help="Bucket sizes to try, in records; 'width' mixes no two lengths.")
-    ] = "2,8,32,128,512",
+        str | None,
+        typer.Option(
+            help="Bucket sizes to try, in records; 'width' mixes no two lengths. "
+            "[default: 1, 4, 16, 64 and 256 micro-batches]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order, 0 to 2^64 - 1.")] = 0,
     token_budget: Annotated[
         int | None, typer.Option(help="Padded tokens a micro-batch at most, end-of-text columns included.")
@@ -41,15 +45,20 @@ def plan(
     lengths: Annotated[
         bool, typer.Option("--lengths", help="CORPUS is a .npy file of record lengths in tokens.")
     ] = False,
+    split: Annotated[str, typer.Option(help="Split of the corpus to plan; 'all' for all of them.")] = "train",
+    tokenizer: Annotated[
+        str, typer.Option(help="Of text and of other tools' token files: gpt2, bytes, or a .tiktoken rank file.")
+    ] = "gpt2",
     sources: Annotated[
-        Path | None, typer.Option(help="A .npy file naming each record's source. [default: its shard]")
+        Path | None, typer.Option(help="A .npy file naming each record's source. [default: its shard, if several]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the best order here, as a manifest to replay.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as a JSON array.")] = False,
 ) -> None:
     """Compare file order with length-bucketed orders: padding, mixing, and the predicted time of a step."""
+    from prism_fast.cli.data_commands import tokenizer_named
     from prism_fast.data.plan import plan_corpus
-    from prism_fast.protocol.errors import DataError, UsageError
+    from prism_fast.protocol.errors import PrismError, UsageError
 
     if micro_batch is None and token_budget is None:
         micro_batch = 2
@@ -57,7 +66,7 @@ def plan(
         result = plan_corpus(
             corpus,
             micro_batch=micro_batch,
-            buckets=_buckets(bucket),
+            buckets=_buckets(bucket, micro_batch or 2),
             seed=seed,
             token_budget=token_budget,
             accumulate=accumulate,
@@ -65,10 +74,12 @@ def plan(
             cost_rows=cost_rows,
             seq_len=seq_len,
             over=cast("Over", over),
+            split=split,
+            tokenizer=tokenizer_named(tokenizer),
             corpus_is_lengths=lengths,
             sources=sources,
         )
-    except DataError:
+    except PrismError:
         raise
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -85,7 +96,9 @@ def plan(
         typer.echo(f"{out}: bucket {result.plan.bucket}, {len(result.plan)} micro-batches", err=as_json)
 
 
-def _buckets(text: str) -> list[Bucket]:
+def _buckets(text: str | None, micro_batch: int) -> list[Bucket]:
+    if text is None:
+        return [micro_batch * factor for factor in (1, 4, 16, 64, 256)]
     buckets: list[Bucket] = []
     for word in text.split(","):
         if word.strip() == "width":
@@ -114,7 +127,7 @@ def _print_table(reports: list[dict[str, Any]], accumulate: int) -> None:
     first = reports[0]
     with_time = first["predicted_step_s"] is not None
     with_sources = first["sources_mean"] is not None
-    columns = ["bucket", "padded tokens", "waste", "E[w]", "E[w^2]", "p50/p90/p99", "zero-pad", "adjacent r"]
+    columns = ["bucket", "padded tokens", "waste", "mean w", "mean w^2", "p50/p90/p99", "zero-pad", "adjacent r"]
     columns += ["sources mean/min"] * with_sources + ["step s", "quadratic", "pass h"] * with_time
     columns += ["tokens saved"] + ["time saved"] * with_time
     table = Table(

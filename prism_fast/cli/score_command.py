@@ -76,12 +76,15 @@ def score(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = str(c.DEFAULT_SEED),
     nproc: Annotated[int, typer.Option(help="Trainer ranks under torchrun, 1 to 8.")] = 1,
     accounting: Annotated[Accounting, typer.Option(help="How bytes and losses are counted.")] = Accounting.exact,
-    seal: Annotated[Seal, typer.Option(help="Where the bundle is predicted and scored.")] = Seal.open,
+    seal: Annotated[Seal, typer.Option(help="Where the bundle is predicted and scored.")] = Seal.sealed,
     capture: Annotated[Capture, typer.Option(help="How a prediction is taken.")] = Capture.strict,
     isolation: Annotated[Isolation, typer.Option(help="Sandbox around bundle code.")] = Isolation.auto,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
     torch_threads: Annotated[
         int | None, typer.Option(help="torch's CPU threads, part of the run spec (default: CPUs / nproc).")
+    ] = None,
+    scorer_threads: Annotated[
+        int | None, typer.Option(help="Threads that score; never change a score (default: all CPUs).")
     ] = None,
     prefetch: Annotated[int, typer.Option(help="Batches read ahead; never changes a score.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Skip seeds already scored with the same spec.")] = False,
@@ -121,6 +124,7 @@ def score(
         isolation=isolation.value,
         device=device.value,
         torch_threads=torch_threads,
+        scorer_threads=scorer_threads,
         prefetch=prefetch,
         resume=resume,
         cache_dir=cache_dir,

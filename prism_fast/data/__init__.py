@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from prism_fast.data.corpus import open_corpus as open_corpus
     from prism_fast.data.corpus import resolve_data as resolve_data
     from prism_fast.data.corpus import verify_corpus as verify_corpus
+    from prism_fast.data.loader import Block as Block
+    from prism_fast.data.loader import TokenLoader as TokenLoader
+    from prism_fast.data.plan import BucketPlan as BucketPlan
+    from prism_fast.data.plan import RecordRows as RecordRows
+    from prism_fast.data.plan import bucket_plan as bucket_plan
+    from prism_fast.data.plan import fit_rows as fit_rows
     from prism_fast.data.shards import Shard as Shard
     from prism_fast.data.shards import ShardWriter as ShardWriter
     from prism_fast.data.shards import open_shard as open_shard
@@ -24,6 +30,12 @@ if TYPE_CHECKING:
 # Where each public name lives. A submodule may not have the name of a function in it (`pack`): Python would set the
 # attribute to the module as soon as it is imported.
 _HOME = {
+    "Block": "loader",
+    "BucketPlan": "plan",
+    "RecordRows": "plan",
+    "TokenLoader": "loader",
+    "bucket_plan": "plan",
+    "fit_rows": "plan",
     "Corpus": "corpus",
     "Shard": "shards",
     "ShardWriter": "shards",

@@ -17,15 +17,14 @@ from prism_fast.data.manifest import Dataset, InputCounts, Manifest, Partition, 
 from prism_fast.data.pack import (
     DOCUMENTS_PER_SHARD,
     JOURNAL,
-    LOCK,
     Progress,
     ProgressCallback,
+    claimed,
     default_workers,
     finish,
     locked,
     pack_given,
     pack_splits,
-    require_unpacked,
     sha256_of,
     source_identity,
     tokenizer_entry,
@@ -295,8 +294,7 @@ def build_corpus(
         if progress is not None:
             progress(Progress("pack", total.bytes, text, total.documents, total.tokens, total.bytes))
 
-    with locked(out / LOCK, wait=False):
-        require_unpacked(out)
+    with claimed(out):
         entries = pack_splits(
             ((split_of(document.id), document) for document in sorter.sort(reading())),
             out,

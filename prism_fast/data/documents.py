@@ -26,7 +26,8 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "
 COMPRESSED = (".gz", ".zst")
 EXPECTED = "*.jsonl, *.ndjson, *.txt (also .gz, .zst) or *.parquet"
 _SPLIT_NAME = re.compile(r"(train|val|test)[-_.].*")
-_PARQUET_ROWS = 256  # rows decoded at once: bounded by their text, never by the column
+_PARQUET_BYTES = 16 << 20  # text decoded at once, about: a batch, never a column or a row group
+_PARQUET_ROWS = 256
 
 
 class Document(NamedTuple):
@@ -215,7 +216,9 @@ class DocumentReader:
             rows, total = 0, max(1, file.metadata.num_rows)
             self._position = lambda: source.size * rows // total
             # Batches may cross row groups, and a column of any size is never put together.
-            batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns, use_threads=False)
+            size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            batch_rows = max(1, min(_PARQUET_ROWS, _PARQUET_BYTES * total // max(1, size)))
+            batches = file.iter_batches(batch_size=batch_rows, columns=columns, use_threads=False)
             while (batch := _guard(source, rows + 1, lambda: next(batches, None))) is not None:
                 texts = _as_bytes(batch.column(self.text_key))
                 ids = batch.column(self.id_key).to_pylist() if len(columns) == 2 else [None] * len(texts)

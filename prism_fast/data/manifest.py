@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prism_fast.protocol.errors import DataError
+from prism_fast.protocol.errors import DataError, UsageError
 
 SCHEMA = "prism_locked_data.v1"
 NAME = "MANIFEST.json"
@@ -69,6 +69,13 @@ class Dataset(_Model):
     revision: str | None = None
     licence: str | None = None
     subset: str | None = None
+
+
+def fineweb_edu(subset: str) -> Dataset:
+    """The official source, with its pins; UsageError for an unknown subset."""
+    if subset not in FINEWEB_EDU_SUBSETS:
+        raise UsageError(f"subset {subset!r}: expected one of {', '.join(FINEWEB_EDU_SUBSETS)}")
+    return Dataset(name=FINEWEB_EDU, revision=FINEWEB_EDU_REVISION, licence=FINEWEB_EDU_LICENCE, subset=subset)
 
 
 class Partition(_Model):

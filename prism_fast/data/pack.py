@@ -20,6 +20,7 @@ import numpy.typing as npt
 from prism_fast.data.documents import Document, DocumentReader, Source, find_sources
 from prism_fast.data.manifest import NAME as MANIFEST
 from prism_fast.data.manifest import (
+    SPLITS,
     Dataset,
     InputCounts,
     Manifest,
@@ -72,19 +73,24 @@ class Encoded(NamedTuple):
 
 def encode_run(split: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Encoded:
     """Tokenises `documents`. One whose tokens do not stand for exactly its bytes is refused, by name."""
-    arrays: list[npt.NDArray[np.uint32]] = []
-    kept: list[int] = []
+    kept = list(range(len(documents)))
     refused: list[DataError] = []
-    for number, document in enumerate(documents):
-        try:
-            arrays.append(tokenizer.encode_utf8(document.data))
-            kept.append(number)
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic of the tokenizer's core is no Exception
-            refused.append(DataError(f"{document.where}: document {document.id!r}: the tokenizer failed: {error}"))
-    lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+    try:
+        tokens, lengths = tokenizer.encode_utf8_run([document.data for document in documents])
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException:  # a panic of the tokenizer's core is no Exception; now one by one, to find whose it is
+        kept, arrays = [], []
+        for number, document in enumerate(documents):
+            try:
+                arrays.append(tokenizer.encode_utf8(document.data))
+                kept.append(number)
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException as error:
+                refused.append(DataError(f"{document.where}: document {document.id!r}: the tokenizer failed: {error}"))
+        lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
     counted = tokenizer.table.count(tokens, lengths)
     sizes = np.fromiter((len(documents[i].data) for i in kept), np.uint64, len(kept))
     if (counted != sizes).any():
@@ -296,9 +302,6 @@ def pack_splits(
 
 def _read_journal(journal: Path, key: str, out: Path) -> dict[str, Any]:
     if not journal.exists():
-        foreign = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, "sorting"))
-        if foreign:
-            raise UsageError(f"{out}: expected an empty or new folder, found {foreign[0]!r}: choose another")
         return {}
     state = json.loads(journal.read_bytes())
     if state["key"] != key:
@@ -354,6 +357,8 @@ def pack(
     differ. Memory is bounded by the workers and the longest document. Raises UsageError (nothing to read, a folder
     that holds something else), DataError naming file and line (unless `on_error="skip"`, which counts), OSError.
     """
+    if split not in SPLITS:
+        raise UsageError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     sources = find_sources(inputs)
     reader = DocumentReader(sources, on_error=on_error, id_key=id_key, text_key=text_key)
     return pack_given(
@@ -389,8 +394,7 @@ def pack_given(
                 Progress("pack", reader.bytes_done, reader.bytes_total, total.documents, total.tokens, total.bytes)
             )
 
-    with locked(out / LOCK, wait=False):
-        require_unpacked(out)
+    with claimed(out):
         entries = pack_splits(
             documents,
             out,
@@ -416,10 +420,23 @@ def pack_given(
     return manifest
 
 
-def require_unpacked(out: Path) -> None:
-    """UsageError when `out` already holds a whole corpus."""
+def require_free(out: Path) -> None:
+    """UsageError when `out` holds a whole corpus, or anything but an unfinished one."""
     if (out / MANIFEST).exists():
         raise UsageError(f"{out}: already holds a packed corpus: choose another folder")
+    if out.exists() and not (out / JOURNAL).exists():
+        others = sorted(path.name for path in out.iterdir() if path.name != LOCK)
+        if others:
+            raise UsageError(f"{out}: expected an empty or new folder, found {others[0]!r}: choose another")
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Holds `out` for this process; UsageError when another packs into it or it is not free."""
+    require_free(out)  # before anything is made there
+    with locked(out / LOCK, wait=False):
+        require_free(out)
+        yield
 
 
 def finish(out: Path, manifest: Manifest) -> None:

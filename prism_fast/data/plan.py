@@ -12,14 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from prism_fast import _core
-from prism_fast.protocol.errors import DataError
+from prism_fast.protocol.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from prism_fast.data.shards import Shard
+    from prism_fast.data.tokenizers import Tokenizer
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Bucket: TypeAlias = int | Literal["width"] | None
@@ -28,6 +32,8 @@ Over: TypeAlias = Literal["truncate", "split", "drop"]
 MANIFEST_SCHEMA = "prism_bucket_plan.v1"
 GENERATOR = "splitmix64+lemire64+fisher-yates"
 OVER_POLICIES: tuple[Over, ...] = ("truncate", "split", "drop")
+# Token files of other tools, which `open_shard` tells apart by their content.
+_TOKEN_FILES = (".bin", ".idx", ".ds", ".npy")
 _NO_INT64 = np.empty(0, np.int64)
 _NO_INT32 = np.empty(0, np.int32)
 _NATIVE_LENGTHS = tuple(np.dtype(kind) for kind in ("uint16", "int32", "uint32", "int64"))
@@ -137,6 +143,11 @@ class BucketPlan:
             return self.records[k * self.micro_batch : (k + 1) * self.micro_batch]
         assert self._starts is not None
         return self.records[self._starts[k] : self._starts[k + 1]]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Every micro-batch has `micro_batch` records, the last one perhaps fewer."""
+        return self._rows is not None
 
     @cached_property
     def starts(self) -> Int64Array:
@@ -341,6 +352,11 @@ class RecordRows:
     def __len__(self) -> int:
         return len(self.record)
 
+    @property
+    def record_is_row(self) -> bool:
+        """Row r is the whole record r."""
+        return self.records_over == 0
+
     def report(self, bytes_lost: int | None) -> dict[str, Any]:
         """The truncation report, JSON-ready. `bytes_lost`: UTF-8 bytes of the lost tokens; None if unknown."""
         return {
@@ -416,20 +432,26 @@ def plan_corpus(
     cost_rows: int | None = None,
     seq_len: int | None = None,
     over: Over = "truncate",
+    split: str = "train",
+    tokenizer: Tokenizer | None = None,
     corpus_is_lengths: bool = False,
     sources: str | Path | None = None,
 ) -> PlanResult:
-    """Plans a corpus on disk (or, with `corpus_is_lengths`, a `.npy` of record lengths) with each bucket size.
+    """Plans a corpus with each bucket size and compares.
 
-    `sources`: a `.npy` with the source of each record. Other arguments as in `compare_buckets` and `fit_rows`.
+    corpus: a packed corpus, "sample", text (packed into the cache first), one shard or token file of another tool, or
+    with `corpus_is_lengths` a `.npy` of record lengths. split: of a corpus, "all" for all of them. tokenizer: of text
+    and of other tools' files, by default GPT-2's. sources: a `.npy` with the source of each record; default: its
+    shard, where there are several. Other arguments as in `compare_buckets` and `fit_rows`.
+    Raises DataError, UsageError, and ValueError as `bucket_plan`.
     """
-    if not corpus_is_lengths:
-        raise NotImplementedError
-    lengths = _load_npy(corpus)
-    labels = None if sources is None else _load_npy(sources)
-    if labels is not None and labels.shape != lengths.shape:
-        raise DataError(f"{sources}: holds {labels.shape} sources, but {corpus} has {lengths.shape} records")
-    rows = fit_rows(lengths, seq_len, over)
+    records = _lengths_file(corpus) if corpus_is_lengths else _corpus_records(corpus, split, tokenizer)
+    labels = records.shard_numbers if sources is None else _load_npy(sources)
+    if labels is not None and labels.shape != records.lengths.shape:
+        raise DataError(
+            f"{sources}: expected the sources of {len(records.lengths)} records of {corpus}, found shape {labels.shape}"
+        )
+    rows = fit_rows(records.lengths, seq_len, over)
     plan, reports = compare_buckets(
         rows.length,
         micro_batch,
@@ -442,13 +464,78 @@ def plan_corpus(
         cost=cost,
         cost_rows=cost_rows,
     )
-    identity = {
-        "name": Path(corpus).name,
-        "fingerprint": None,
-        "records": len(lengths),
-        "tokens": int(lengths.sum(dtype=np.int64)),
-    }
-    return PlanResult(plan, reports, rows, rows.report(None), identity)
+    return PlanResult(plan, reports, rows, rows.report(records.bytes_lost(rows)), records.identity)
+
+
+@dataclass(frozen=True, eq=False)
+class _Records:
+    """The records that a command line names."""
+
+    lengths: NDArray[Any]
+    identity: dict[str, Any]
+    shards: list[Shard] = field(default_factory=list)
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def shard_numbers(self) -> NDArray[Any] | None:
+        if len(self.shards) < 2:
+            return None
+        return np.repeat(np.arange(len(self.shards)), [len(shard) for shard in self.shards])
+
+    def bytes_lost(self, rows: RecordRows) -> int | None:
+        """UTF-8 bytes of the tokens that `rows` left out; None if nothing says how long a token is."""
+        if not self.shards:
+            return None
+        if rows.over == "drop":
+            utf8_bytes = np.concatenate([shard.utf8_bytes for shard in self.shards])
+            return int(utf8_bytes[rows.cut].sum(dtype=np.int64))
+        if self.tokenizer is None:
+            return None
+        token_bytes = self.tokenizer.token_bytes
+        first = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        lost = 0
+        for record in rows.cut.tolist():
+            shard = int(np.searchsorted(first, record, side="right")) - 1
+            tail = self.shards[shard][record - int(first[shard])][int(rows.length[record]) :]
+            lost += int(token_bytes[tail].sum(dtype=np.int64))
+        return lost
+
+
+def _lengths_file(path: str | Path) -> _Records:
+    lengths = _as_lengths(_load_npy(path))
+    return _Records(lengths, _identity(Path(path).name, None, lengths))
+
+
+def _corpus_records(spec: str | Path, split: str, tokenizer: Tokenizer | None) -> _Records:
+    from prism_fast.data.corpus import open_corpus, resolve_data
+    from prism_fast.data.manifest import NAME
+    from prism_fast.data.shards import PRISM_SHARD, open_shard
+    from prism_fast.data.stream import shards_fingerprint, tokenizer_of
+    from prism_fast.data.tokenizers import reference_tokenizer
+
+    path = Path(spec)
+    given = tokenizer or reference_tokenizer("gpt2")
+    if path.suffix == ".prsh":
+        shards = [open_shard(path)]
+    elif path.suffix in _TOKEN_FILES:
+        shards = [open_shard(path, tokenizer=given)]
+    else:
+        corpus = open_corpus(path) if (path / NAME).is_file() else resolve_data(spec, given)
+        splits = corpus.splits if split == "all" else (split,)
+        shards = [shard for name in splits for shard in corpus.split(name).open()]
+    lengths = np.concatenate([_NO_INT64, *(shard.lengths for shard in shards)])
+    known: Tokenizer | None = given
+    if shards and shards[0].format == PRISM_SHARD and shards[0].tokenizer_fingerprint != given.fingerprint:
+        try:
+            known = tokenizer_of(shards)
+        except UsageError:
+            known = None  # a tokenizer of which the shard holds only the name
+    return _Records(lengths, _identity(path.name, shards_fingerprint(shards), lengths), shards, known)
+
+
+def _identity(name: str, fingerprint: str | None, lengths: NDArray[Any]) -> dict[str, Any]:
+    tokens = int(lengths.sum(dtype=np.int64))
+    return {"name": name, "fingerprint": fingerprint, "records": len(lengths), "tokens": tokens}
 
 
 def lengths_digest(lengths: ArrayLike) -> str:

@@ -16,6 +16,8 @@ from prism_fast.data.tokenizers import Tokenizer
 from prism_fast.protocol.errors import DataError
 
 PathLike = str | os.PathLike[str]
+PRISM_SHARD = "prism_shard.v1"
+CONVERT_RECORDS = 1024  # records copied at once
 
 
 def document_id(name: str) -> int:
@@ -108,9 +110,9 @@ class Shard:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of header and footer, which hold every count and section checksum; empty for foreign formats."""
-        seal = self.core.seal()
-        return hashlib.sha256(seal).hexdigest() if seal else ""
+        """sha256 that names the content: of header and footer, which hold every count and section checksum. Of other
+        formats, which hold none: of the layout, all record lengths and the first MiB of tokens."""
+        return hashlib.sha256(self.core.seal()).hexdigest()
 
     def verify(self, tokenizer: Tokenizer | None = None) -> None:
         """Reads everything: checksums, padding, offsets, totals, ids, and with a tokenizer each record's bytes.
@@ -131,23 +133,74 @@ class Shard:
 
 def require_tokenizer(shard: Shard, tokenizer: Tokenizer) -> None:
     """DataError when the shard was made by another tokenizer."""
-    if shard.format == "prism_shard.v1" and shard.tokenizer_fingerprint != tokenizer.fingerprint:
+    if shard.format == PRISM_SHARD and shard.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"{shard.path}: offset 96: expected the fingerprint {tokenizer.fingerprint} of tokenizer "
             f"{tokenizer.name!r}, found {shard.tokenizer_fingerprint} ({shard.tokenizer_name!r})"
         )
 
 
-def open_shard(path: PathLike, *, tokenizer: Tokenizer | None = None, access: str = "auto") -> Shard:
-    """Opens a shard: one mapping, header and footer checked, nothing else read.
+# Headerless token types by name, with their width in bytes. Signed ids below 0 read as ids far above any vocabulary.
+DTYPES = {"u8": 1, "u16": 2, "u32": 4, "i32": 4, "u64": 8, "i64": 8,
+          "uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8}  # fmt: skip
 
+
+def open_shard(
+    path: PathLike,
+    *,
+    tokenizer: Tokenizer | None = None,
+    format: str | None = None,
+    dtype: str | None = None,
+    eot: int | None = None,
+    one_record: bool = False,
+    access: str = "auto",
+) -> Shard:
+    """Opens a shard: `prism_shard.v1`, or a token file of another tool, read in place.
+
+    format: "prism", "llmc" (also modded-nanogpt), "megatron", "datatrove", "npy", "raw"; None: told by the content.
+    dtype: token type of headerless files ("u16", "u32", "i32", ...). eot: the id that separates documents; where an
+    index gives the documents (megatron, datatrove), it is taken off their ends. one_record: without an index and
+    without eot, all is one record; with neither, the file is refused. tokenizer: must be the one that made a
+    prism shard; for other formats it counts UTF-8 lengths (reading the whole file), and its end-of-text is the
+    default of `eot`.
     access: "auto" (map local files, pread on network filesystems), "map" or "pread".
+
+    Opening a prism shard checks header and footer and reads nothing else.
     Raises DataError naming file, offset, expected and found; FileNotFoundError and other OSError.
     """
-    shard = Shard(_core.Shard.open(os.fspath(path), access))
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if eot is None and tokenizer is not None and not one_record:
+        eot = tokenizer.eot
+    shard = Shard(
+        _core.Shard.open(
+            os.fspath(path),
+            format=format or "",
+            width=DTYPES[dtype] if dtype else 0,
+            end_of_text=eot,
+            one_record=one_record,
+            access=access,
+        )
+    )
     if tokenizer is not None:
         require_tokenizer(shard, tokenizer)
+        if shard.format != PRISM_SHARD:
+            shard.core.count_utf8_bytes(tokenizer.table)
     return shard
+
+
+def convert_shard(source: Shard, path: PathLike, tokenizer: Tokenizer) -> None:
+    """Writes `source` (opened with this tokenizer) as a prism shard. Document ids are those of "<file name>:<record>"
+    where the source has none. DataError on an id outside the vocabulary."""
+    name = os.path.basename(source.path)
+    own_ids = source.doc_ids
+    with ShardWriter(path, tokenizer) as writer:
+        for first in range(0, len(source), CONVERT_RECORDS):
+            records = range(first, min(first + CONVERT_RECORDS, len(source)))
+            arrays = [source[i] for i in records]
+            ids = own_ids[first : records.stop] if len(own_ids) else [document_id(f"{name}:{i}") for i in records]
+            lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
+            writer.add(np.concatenate(arrays), lengths, source.utf8_bytes[first : records.stop], ids)
 
 
 class ShardWriter:
@@ -235,10 +288,12 @@ def write_shard(
 def unsigned(values: npt.ArrayLike, dtype: Any, what: str) -> npt.NDArray[Any]:
     """`values` as a contiguous 1-D array of `dtype`; ValueError instead of a wrap, TypeError for non-integers."""
     array = np.asarray(values)
+    if array.dtype.kind == "f" and not isinstance(values, np.ndarray):
+        array = np.asarray(values, object)  # numpy makes floats of Python integers on both sides of 2^63
     if array.size == 0:
         return np.empty(0, dtype)
-    if array.dtype.kind not in "ui":
-        raise TypeError(f"{what}: expected integers, found {array.dtype}")
+    if array.dtype.kind not in "uiO" or (array.dtype.kind == "O" and any(type(v) is not int for v in array.flat)):
+        raise TypeError(f"{what}: expected integers, found {np.asarray(values).dtype}")
     if not np.can_cast(array.dtype, dtype):
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > np.iinfo(dtype).max:

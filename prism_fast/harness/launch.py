@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import selectors
-import signal
 import socket
 import struct
 import subprocess
@@ -26,13 +25,17 @@ import orjson
 
 from prism_fast.harness import wire
 from prism_fast.harness.die_with_parent import adopt_orphans
+from prism_fast.harness.evaluator_client import FAULT_KINDS
+from prism_fast.harness.interrupt import StopFlag
+from prism_fast.harness.isolation import Sandbox
 from prism_fast.harness.ledger import Ledger
+from prism_fast.harness.processes import descendants, end_processes
+from prism_fast.harness.sealed import SealedSession
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import (
     ArtifactsQuotaExceeded,
     BudgetExceeded,
     BundleFailed,
-    BundleRejected,
     EngineFault,
     PrismError,
 )
@@ -41,7 +44,6 @@ from prism_fast.protocol.run_spec import RunSpec
 POLL_S = 0.1
 QUOTA_EVERY_S = 1.0
 EXIT_GRACE_S = 10.0  # from the last rank's `done` to torchrun's own exit
-TERMINATE_GRACE_S = 5.0
 
 
 @dataclass
@@ -55,53 +57,6 @@ class TrainerResult:
     launch_s: float = 0.0  # from the spawn of torchrun to the last rank's hello
     train_s: float = 0.0  # from the first rank's start of train(ctx) to the last rank's end
     wall_s: float = 0.0
-
-
-class StopFlag:
-    """Set from a signal handler: the run is to stop gracefully and score what it has."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def set(self, reason: str = c.STOP_INTERRUPTED) -> None:
-        self.reason = reason
-
-
-def descendants(pid: int) -> list[int]:
-    """Every living process below `pid`, nearest first."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                stat = Path(f"/proc/{entry}/stat").read_text()
-                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, queue = [], [pid]
-    while queue:
-        for child in children.get(queue.pop(0), []):
-            found.append(child)
-            queue.append(child)
-    return found
-
-
-def end_processes(process: subprocess.Popen[bytes], keep: set[int]) -> None:
-    """Ends `process` and every descendant of ours that is not in `keep`: first politely, then surely."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TERMINATE_GRACE_S)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-    for _ in range(50):
-        rest = [p for p in descendants(os.getpid()) if p not in keep]
-        if not rest:
-            return
-        for pid in rest:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in rest:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
 
 
 def directory_bytes(path: Path) -> int:
@@ -127,16 +82,20 @@ class Trainer:
         ledger: Ledger,
         stop: StopFlag,
         on_progress: Callable[[Ledger, float], None],
+        sandbox: Sandbox,
+        start_session: Callable[[Callable[[], float]], SealedSession] | None = None,
     ) -> None:
+        """`start_session(deadline)` starts the sealed session once torchrun is up; None: the ranks score themselves."""
+        self.sandbox, self._start_session = sandbox, start_session
+        self.session: SealedSession | None = None
         self.spec, self.job, self.run_dir, self.environment = spec, job, run_dir, environment
         self.ledger, self.stop, self.on_progress = ledger, stop, on_progress
         self.result = TrainerResult()
         self.fault: PrismError | None = None
         self._secret = secrets.token_hex(16)
-        self._ranks: dict[socket.socket, int | None] = {}
-        self._decoders: dict[socket.socket, wire.FrameDecoder] = {}
+        self._ranks: dict[wire.Channel, int | None] = {}
         self._closed_ranks: set[int] = set()
-        self._ready: dict[int, set[int]] = {}
+        self._ready: dict[int, dict[int, int]] = {}  # batch -> rank -> autocast code
         self._stop_sent = False
         self._stop_reason: str | None = None
         self._began = monotonic()
@@ -163,7 +122,12 @@ class Trainer:
                 selector.register(server, selectors.EVENT_READ)
                 process = self._spawn(job_path, log)
                 try:
+                    if self._start_session is not None:
+                        self.session = self._start_session(self.deadline)
+                        keep |= self.session.processes
                     self._loop(server, selector, process, began)
+                except PrismError as error:
+                    self.fault = self.fault or error
                 finally:
                     end_processes(process, keep)
                     for connection in self._ranks:
@@ -185,13 +149,14 @@ class Trainer:
             "-m",
             "prism_fast.harness.runner",
         ]
+        artifacts_dir = Path(self.job["artifacts_dir"])
         return subprocess.Popen(
-            command,
+            self.sandbox.trainer(command, Path(self.job["bundle_dir"]), job_path.parent, artifacts_dir),
             env={**self.environment, "PRISM_RUN_JOB": str(job_path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            cwd=self.job["artifacts_dir"],
+            cwd=artifacts_dir,
             start_new_session=True,
         )
 
@@ -207,17 +172,16 @@ class Trainer:
         finished_at: float | None = None
         while True:
             for key, _ in selector.select(POLL_S):
-                if key.fileobj is server:
-                    connection, _ = server.accept()
+                if key.data is None:
+                    connection = wire.Channel(server.accept()[0])
                     self._ranks[connection] = None
-                    self._decoders[connection] = wire.FrameDecoder()
-                    selector.register(connection, selectors.EVENT_READ)
+                    selector.register(connection, selectors.EVENT_READ, connection)
                 else:
-                    self._receive(key.fileobj, selector)  # type: ignore[arg-type]
+                    self._receive(key.data, selector)
             now = monotonic()
             if self.fault is not None:
                 return
-            if process.poll() is not None and not self._anything_to_read(selector, server):
+            if process.poll() is not None and not selector.select(0):
                 return
             if len(self.result.done) == spec.world_size:
                 finished_at = finished_at or now
@@ -230,10 +194,7 @@ class Trainer:
                 self.on_progress(self.ledger, now - (self._started_at or now))
                 self.ledger.flush()
                 next_progress = now + 0.2
-            self._check_deadlines(now, began)
-
-    def _anything_to_read(self, selector: selectors.BaseSelector, server: socket.socket) -> bool:
-        return bool(selector.select(0)) or any(s is not server for s in self._ranks if s.fileno() >= 0)
+            self._check_deadlines(monotonic())
 
     def _check_quota(self) -> None:
         used = directory_bytes(Path(self.job["artifacts_dir"]))
@@ -244,19 +205,29 @@ class Trainer:
                 rule=c.RULE_ARTIFACTS_QUOTA,
             )
 
-    def _check_deadlines(self, now: float, began: float) -> None:
-        spec = self.spec
+    def deadline(self) -> float:
+        """The monotonic time at which the watchdog ends the run; before train(ctx) is entered, the outer cap's."""
+        if self._started_at is None:
+            return self._began + c.STARTUP_ALLOWANCE_SECONDS + self.spec.budget_seconds
+        return self._started_at + self.spec.budget_seconds + self.spec.watchdog_grace_seconds
+
+    def _check_deadlines(self, now: float) -> None:
         if self.stop.reason is not None:
             self._send_stop(self.stop.reason)
-        if self._started_at is None:
-            if now - began > c.STARTUP_ALLOWANCE_SECONDS + spec.budget_seconds:
-                self.fault = self._over_budget("before train(ctx) was entered", now - began)
-            return
-        elapsed = now - self._started_at
-        if spec.world_size > 1 and elapsed >= spec.budget_seconds:
+        # A single open rank watches its own budget; whoever asks for batches is told by the referee.
+        if self._asked and self._started_at is not None and now - self._started_at >= self.spec.budget_seconds:
             self._send_stop(c.STOP_WALL_CLOCK)
-        if elapsed > spec.budget_seconds + spec.watchdog_grace_seconds:
-            self.fault = self._over_budget("outside the instrumented loop or in one step", elapsed)
+        if now > self.deadline():
+            if self._started_at is None:
+                self.fault = self._over_budget("before train(ctx) was entered", now - self._began)
+            else:
+                where = "outside the instrumented loop or in one step"
+                self.fault = self._over_budget(where, now - self._started_at)
+
+    @property
+    def _asked(self) -> bool:
+        """Whether ranks ask the referee for every batch: sealed, or several of them."""
+        return self._start_session is not None or self.spec.world_size > 1
 
     def _over_budget(self, where: str, elapsed: float) -> BudgetExceeded:
         return BudgetExceeded(
@@ -268,12 +239,11 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------- frames
 
-    def _receive(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+    def _receive(self, connection: wire.Channel, selector: selectors.BaseSelector) -> None:
         try:
-            data = connection.recv(1 << 16)
-        except ConnectionError:
-            data = b""
-        if not data:
+            for frame in connection.receive_now():
+                self._take(connection, frame)
+        except wire.PeerClosed:
             selector.unregister(connection)
             connection.close()
             rank = self._ranks[connection]
@@ -285,80 +255,92 @@ class Trainer:
                         f"see {c.TRAINER_LOG_FILE}",
                         rule=c.RULE_RUNTIME_ERROR,
                     )
-            return
-        try:
-            for kind, body in self._decoders[connection].feed(data):
-                self._take(connection, kind, body)
-        except (wire.FrameError, EngineFault, orjson.JSONDecodeError, KeyError, TypeError) as e:
-            if self.fault is None:
-                self.fault = BundleFailed(f"the ledger channel carried garbage: {e}", rule=c.RULE_RUNTIME_ERROR)
+        except PrismError as error:
+            self.fault = self.fault or error
+        except (wire.FrameError, orjson.JSONDecodeError, KeyError, TypeError, ValueError, struct.error) as error:
+            self.fault = self.fault or BundleFailed(
+                f"the ledger channel carried garbage: {error}", rule=c.RULE_RUNTIME_ERROR
+            )
 
-    def _take(self, connection: socket.socket, kind: int, body: bytes) -> None:
-        rank = self._ranks[connection]
+    def _take(self, connection: wire.Channel, frame: wire.Frame) -> None:
+        rank, kind = self._ranks[connection], frame.kind
         if kind == wire.HELLO:
-            hello = orjson.loads(body)
+            hello = frame.json()
             if hello["secret"] != self._secret or not 0 <= hello["rank"] < self.spec.world_size:
-                raise EngineFault("a process that is not a rank of this run connected")
+                raise wire.FrameError("a process that is not a rank of this run connected")
+            if hello["rank"] in self.result.hello:
+                raise wire.FrameError(f"rank {hello['rank']} connected twice")
             self._ranks[connection] = hello["rank"]
             self.result.hello[hello["rank"]] = hello
             self.result.launch_s = monotonic() - self._began
             if self._stop_reason is not None:
                 self._send_stop(self._stop_reason)
-            return
-        if kind == wire.FAULT:
-            self._take_fault(orjson.loads(body))
-            return
-        if rank is None:
-            raise EngineFault(f"a frame of kind {kind} came before hello")
-        if kind == wire.PREDICTED:
-            self.ledger.add(rank, body)
+        elif kind == wire.FAULT:
+            self._take_fault(frame.json())
+        elif rank is None:
+            raise wire.FrameError(f"a frame of kind {kind} came before hello")
         elif kind == wire.STEPPED:
-            self.ledger.observe(body)
+            self.ledger.observe(frame.body)
         elif kind == wire.READY:
-            self._take_ready(rank, struct.unpack("<Q", body)[0])
+            index, autocast = wire.READY_RECORD.unpack(frame.body)
+            self._take_ready(rank, index, autocast)
         elif kind == wire.STARTED:
-            self.result.started[rank] = orjson.loads(body)
+            self.result.started[rank] = frame.json()
             if self._started_at is None:
                 self._started_at = monotonic()
-        elif kind == wire.MODEL:
-            model = orjson.loads(body)
-            if self.result.model is None or rank == 0:
-                self.result.model = model
         elif kind == wire.DONE:
-            self.result.done[rank] = orjson.loads(body)
+            self.result.done[rank] = frame.json()
             self.result.train_s = monotonic() - (self._started_at or monotonic())
+        elif kind == wire.PREDICTED and self.session is None:
+            self.ledger.add(rank, frame.body)
+        elif kind == wire.MODEL and self.session is None:
+            if self.result.model is None or rank == 0:
+                self.result.model = frame.json()
+        elif kind == wire.SHARE and self.session is not None:
+            connection.send(wire.REGION, fd=self.session.share(rank, frame.json()).fd)
+        elif kind == wire.MAPPED and self.session is not None:
+            self.session.mapped(rank)
         else:
-            raise EngineFault(f"a frame of kind {kind} is not the referee's to receive")
+            raise wire.FrameError(f"a frame of kind {kind} is not the referee's to receive in {self.spec.seal} mode")
 
     def _take_fault(self, fault: dict[str, Any]) -> None:
         if self.fault is not None:
             return
-        kinds = {"rejected": BundleRejected, "failed": BundleFailed, "engine": EngineFault}
         message = fault["message"] if self.spec.world_size == 1 else f"rank {fault['rank']}: {fault['message']}"
-        self.fault = kinds[fault["kind"]](message, rule=fault["rule"])
+        self.fault = FAULT_KINDS[fault["kind"]](message, rule=fault["rule"])
 
-    def _take_ready(self, rank: int, index: int) -> None:
-        waiting = self._ready.setdefault(index, set())
-        waiting.add(rank)
-        if len(waiting) == self.spec.world_size:
-            del self._ready[index]
-            frame = wire.encode(wire.GO)
-            if self._stop_reason is not None:
-                frame = wire.encode_json(wire.STOP, {"reason": self._stop_reason})
-            self._broadcast(frame)
+    def _take_ready(self, rank: int, index: int, autocast: int) -> None:
+        if not self._asked or autocast >= len(wire.AUTOCAST):
+            raise wire.FrameError(f"rank {rank} asked for batch {index} out of turn")
+        waiting = self._ready.setdefault(index, {})
+        waiting[rank] = autocast
+        if len(waiting) < self.spec.world_size:
+            return
+        del self._ready[index]
+        if self.session is None:
+            answer: dict[int, bytes] | str = self._stop_reason or dict.fromkeys(waiting, b"")
+        else:
+            answer = self.session.hand_out(index, waiting, self._stop_reason)
+            self.result.model = self.session.model
+        for connection, to in self._ranks.items():
+            if to is None or to in self._closed_ranks:
+                continue
+            with contextlib.suppress(OSError):
+                if isinstance(answer, str):
+                    connection.send_json(wire.STOP, {"reason": answer})
+                else:
+                    connection.send(wire.GO if self.session is None else wire.BATCH, answer[to])
 
     def _send_stop(self, reason: str) -> None:
-        """One rank is told at once; several are told together, at the next batch that all of them ask for."""
+        """Ranks that ask for batches hear it in the next answer, all of them the same; a single open rank at once."""
         self._stop_reason = self._stop_reason or reason
-        if self.spec.world_size == 1 and not self._stop_sent and self.result.hello:
-            self._stop_sent = True
-            self._broadcast(wire.encode_json(wire.STOP, {"reason": self._stop_reason}))
-
-    def _broadcast(self, frame: bytes) -> None:
+        if self._asked or self._stop_sent or not self.result.hello:
+            return
+        self._stop_sent = True
         for connection, rank in self._ranks.items():
             if rank is not None and rank not in self._closed_ranks:
                 with contextlib.suppress(OSError):
-                    connection.sendall(frame)
+                    connection.send_json(wire.STOP, {"reason": self._stop_reason})
 
     # ---------------------------------------------------------------------------------------------------- end
 

@@ -7,6 +7,8 @@ then summed and written in rank order, so the sums have the same bits whoever wa
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,27 @@ from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import EngineFault
 from prism_fast.protocol.score import CodeLength
 
+LEDGER_RECORD = struct.Struct("<QddQIIIIIHH")  # protocol.ledger.LEDGER_DTYPE
 FLUSH_RECORDS = 1024
 MAX_RANK_SKEW = 4096
+
+
+def pack_record(index: int, sums: Sequence[float], positions: int, documents: int, rank: int, rows: int) -> bytes:
+    """One ledger record. `sums`: the six values of `kernels.batch_code_length`."""
+    nats, special_nats, n_bytes, scored, special, faults = sums
+    return LEDGER_RECORD.pack(
+        index,
+        nats,
+        special_nats,
+        int(n_bytes),
+        int(scored),
+        int(special),
+        positions,
+        int(faults),
+        documents,
+        rank,
+        rows,
+    )
 
 
 class Ledger:
@@ -38,6 +59,9 @@ class Ledger:
         self.step0_loss = math.nan
         self._next = [0] * world_size
         self._waiting: dict[int, dict[int, np.void]] = {}
+        self.chain = layout.CHAIN_SEED  # the last link
+        self._unchained = bytearray()
+        self._chain_file = open(run_dir / c.LEDGER_CHAIN_FILE, "wb", buffering=0)  # noqa: SIM115 - closed in close()
         self._files = {}
         self._unwritten: dict[str, list[bytes]] = {}
         for name, magic, dtype in (
@@ -104,8 +128,19 @@ class Ledger:
 
     def _flush(self, name: str) -> None:
         if self._unwritten[name]:
-            self._files[name].write(b"".join(self._unwritten[name]))
+            data = b"".join(self._unwritten[name])
+            self._files[name].write(data)
             self._unwritten[name].clear()
+            if name == c.LEDGER_FILE:
+                self._extend_chain(data)
+
+    def _extend_chain(self, records: bytes, *, last: bool = False) -> None:
+        self._unchained += records
+        block = layout.CHAIN_RECORDS * layout.LEDGER_DTYPE.itemsize
+        while len(self._unchained) >= block or (last and self._unchained):
+            self.chain = layout.next_link(self.chain, bytes(self._unchained[:block]))
+            self._chain_file.write(self.chain)
+            del self._unchained[:block]
 
     def flush(self) -> None:
         for name in self._files:
@@ -117,6 +152,11 @@ class Ledger:
         return len(self._waiting)
 
     def close(self) -> None:
+        """Writes what is left and closes the files. A second call does nothing."""
+        if self._chain_file.closed:
+            return
         self.flush()
+        self._extend_chain(b"", last=True)
+        self._chain_file.close()
         for f in self._files.values():
             f.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import asdict
 from time import perf_counter
@@ -14,12 +13,11 @@ from torch import Tensor
 from prism_fast.harness import wire
 from prism_fast.harness.deferred import DeferredReads
 from prism_fast.harness.instrument import Handed, Request
+from prism_fast.harness.ledger import pack_record
 from prism_fast.harness.predictor import InProcessPredictor
 from prism_fast.kernels import backend_for
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.run_spec import RunSpec
-
-LEDGER_RECORD = struct.Struct("<QddQIIIIIHH")  # ledger.LEDGER_DTYPE
 
 
 class OpenSource:
@@ -55,10 +53,10 @@ class OpenSource:
 
     def take(self, index: int) -> Handed | str:
         reason = self._budget_reached(index)
-        if reason is None and self.spec.world_size > 1:
-            reason = self.channel.ask(index)
         if reason is not None:
             return reason
+        if self.spec.world_size > 1 and isinstance(answer := self.channel.ask(index), str):
+            return answer
         t0 = perf_counter()
         block = next(self._stream, None)
         if block is None:
@@ -118,22 +116,6 @@ class OpenSource:
         (rows, width), documents = block.tokens.shape, block.documents
 
         def send(v: list[float]) -> None:
-            nats, special_nats, n_bytes, scored, special, faults = v
-            self.channel.send(
-                wire.PREDICTED,
-                LEDGER_RECORD.pack(
-                    index,
-                    nats,
-                    special_nats,
-                    int(n_bytes),
-                    int(scored),
-                    int(special),
-                    rows * width,
-                    int(faults),
-                    documents,
-                    self.rank,
-                    rows,
-                ),
-            )
+            self.channel.send(wire.PREDICTED, pack_record(index, v, rows * width, documents, self.rank, rows))
 
         self._reads.read(sums, send)

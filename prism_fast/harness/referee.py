@@ -6,29 +6,24 @@ moment; it says "incomplete" until the manifest beside it is whole, so a killed 
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
-import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import prism_fast
 from prism_fast.harness.bundle import Bundle, load_bundle
-from prism_fast.harness.heldout import DOCUMENTS_FILE, HeldOutRequest, score_heldout
-from prism_fast.harness.interrupt import graceful_interrupts
-from prism_fast.harness.launch import StopFlag, Trainer
-from prism_fast.harness.ledger import Ledger
-from prism_fast.harness.results import RunFacts, build_documents
+from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
+from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
+from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
+from prism_fast.harness.seed_run import SeedRun
 from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
-from prism_fast.protocol.canonical import canonical_json, write_atomically, write_json
+from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.errors import EXIT_SCORED, BundleRejected, EngineFault, PrismError, UsageError
 from prism_fast.protocol.run_spec import RunSpec
-from prism_fast.protocol.score import HeldOut, Score, compute_score
 
 PUBLIC_SEEDS = 3
 SEED_FILES = (
@@ -39,79 +34,12 @@ SEED_FILES = (
     c.LEDGER_FILE,
     c.OBSERVATIONS_FILE,
     c.HELDOUT_FILE,
-    DOCUMENTS_FILE,
+    c.HELDOUT_DOCUMENTS_FILE,
+    c.LEDGER_CHAIN_FILE,
     c.WEIGHTS_FILE,
     c.TRAINER_LOG_FILE,
     c.EVALUATOR_LOG_FILE,
 )
-PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "TZ")
-PASSED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TRITON_", "TORCHINDUCTOR_", "XDG_CACHE_")
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """What `prism-fast score` was asked for. Times in seconds, budgets in tokens and steps."""
-
-    bundle: Path
-    data: str
-    out: Path
-    val: str | None = None
-    tokenizer: str = "gpt2"
-    sequence_length: int = c.DEFAULT_SEQUENCE_LENGTH
-    batch_size: int | None = None
-    token_budget: int | None = c.DEFAULT_TOKEN_BUDGET
-    step_budget: int | None = None
-    budget_seconds: float = c.DEFAULT_BUDGET_SECONDS
-    watchdog_grace_seconds: float = c.WATCHDOG_GRACE_SECONDS
-    artifacts_quota_bytes: int = c.ARTIFACTS_QUOTA_BYTES
-    val_byte_budget: int | None = None
-    seeds: tuple[int, ...] = (c.DEFAULT_SEED,)
-    nproc: int = 1
-    accounting: str = "exact"
-    seal: str = "open"
-    capture: str = "strict"
-    isolation: str = "auto"
-    device: str = "auto"
-    torch_threads: int | None = None
-    prefetch: int = 2
-    resume: bool = False
-    cache_dir: Path | None = None
-
-
-class Reporter(Protocol):
-    """Where a run's progress goes: a terminal, or nowhere."""
-
-    def stage(self, text: str) -> None: ...
-
-    def packing(self, progress: Any) -> None: ...
-
-    def training(self, spec: RunSpec, ledger: Ledger, elapsed_s: float) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-
-class SilentReporter:
-    """Reports nothing."""
-
-    def stage(self, text: str) -> None: ...
-
-    def packing(self, progress: Any) -> None: ...
-
-    def training(self, spec: RunSpec, ledger: Ledger, elapsed_s: float) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-
-@dataclass
-class _Prepared:
-    """What all seeds of a request share."""
-
-    bundle: Bundle
-    corpus: Any
-    val_corpus: Any
-    tokenizer: Any
-    isolation: str
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def score_bundle(
@@ -142,7 +70,7 @@ def score_bundle(
 # ------------------------------------------------------------------------------------------------------- preparation
 
 
-def _prepare(request: ScoreRequest, reporter: Reporter) -> _Prepared:
+def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     from prism_fast.data.corpus import resolve_data, verify_corpus
     from prism_fast.data.tokenizers import reference_tokenizer
 
@@ -171,9 +99,19 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> _Prepared:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
         reporter.warn(f"{request.data} has no val split and no --val was given: the score is degraded")
     isolation = "none"
-    if request.isolation == "auto":
-        reporter.warn("isolation: none (the bundle runs as this user, unsandboxed)")
-    return _Prepared(bundle, corpus, val_corpus if _has_val(val_corpus) else None, tokenizer, isolation, seconds)
+    if request.seal == "sealed":
+        isolation = resolve_isolation(request.isolation)
+        if isolation == "none" and request.isolation == "auto":
+            reporter.warn(f"isolation: none, the bundle runs unsandboxed as this user: {bwrap_fault()}")
+    return Prepared(
+        bundle=bundle,
+        corpus=corpus,
+        val_corpus=val_corpus if _has_val(val_corpus) else None,
+        tokenizer=tokenizer,
+        byte_tokenizer=reference_tokenizer("bytes"),
+        isolation=isolation,
+        seconds=seconds,
+    )
 
 
 def _check_request(request: ScoreRequest) -> None:
@@ -183,9 +121,7 @@ def _check_request(request: ScoreRequest) -> None:
             rule=c.RULE_SINGLE_NODE_BOUND,
         )
     for option, value, available in (
-        ("--seal", request.seal, ("open",)),
         ("--capture", request.capture, ("strict",)),
-        ("--isolation", request.isolation, ("auto", "none")),
         ("--accounting", request.accounting, ("exact",)),
     ):
         if value not in available:
@@ -193,6 +129,10 @@ def _check_request(request: ScoreRequest) -> None:
                 f"{option} {value} is not built into this version ({prism_fast.__version__}); "
                 f"use {option} {' or '.join(available)}"
             )
+    if request.seal == "open" and request.isolation == "bwrap":
+        raise UsageError(
+            "--isolation bwrap: open mode runs the bundle in the process that scores it; use --seal sealed"
+        )
     if not request.seeds:
         raise UsageError("--seeds names no seed; give at least one, for example --seeds 1337")
     if len(set(request.seeds)) != len(request.seeds):
@@ -206,6 +146,7 @@ def _check_request(request: ScoreRequest) -> None:
         ("--budget-seconds", request.budget_seconds),
         ("--val-byte-budget", request.val_byte_budget),
         ("--torch-threads", request.torch_threads),
+        ("--scorer-threads", request.scorer_threads),
         ("--prefetch", request.prefetch),
     )
     for name, number in positive:
@@ -223,7 +164,7 @@ def _has_val(corpus: Any) -> bool:
 
 
 def _score_seed(
-    request: ScoreRequest, prepared: _Prepared, seed: int, reporter: Reporter, stop: StopFlag
+    request: ScoreRequest, prepared: Prepared, seed: int, reporter: Reporter, stop: StopFlag
 ) -> m.SeedResult:
     run_dir = (request.out / f"seed-{seed}").absolute()
     spec = _freeze_spec(request, prepared, seed)
@@ -233,7 +174,7 @@ def _score_seed(
     _fresh_directory(run_dir)
     _write_status(run_dir, "incomplete", spec, None)
     try:
-        manifest = _run_seed(request, prepared, spec, run_dir, reporter, stop)
+        manifest = SeedRun(request, prepared, spec, run_dir, reporter, stop).run()
     except KeyboardInterrupt:
         raise EngineFault(f"interrupted twice: {run_dir} is left incomplete") from None
     except PrismError as error:
@@ -247,7 +188,7 @@ def _score_seed(
     return _seed_result(seed, run_dir, manifest=manifest)
 
 
-def _freeze_spec(request: ScoreRequest, prepared: _Prepared, seed: int) -> RunSpec:
+def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpec:
     threads = request.torch_threads or max(1, usable_cpus() // request.nproc)
     return RunSpec(
         engine_version=prism_fast.__version__,
@@ -274,158 +215,6 @@ def _freeze_spec(request: ScoreRequest, prepared: _Prepared, seed: int) -> RunSp
         device=request.device,  # type: ignore[arg-type]
         torch_threads=threads,
     )
-
-
-def _run_seed(
-    request: ScoreRequest,
-    prepared: _Prepared,
-    spec: RunSpec,
-    run_dir: Path,
-    reporter: Reporter,
-    stop: StopFlag,
-) -> m.RunManifest:
-    began = monotonic()
-    write_json(run_dir / c.RUN_SPEC_FILE, spec.model_dump(mode="json"))
-    environment = _environment(request, prepared, spec, run_dir)
-    bundle = prepared.bundle
-    tokenizer_dir = str(Path(prism_fast.__file__).parent / "data" / "assets")
-    ledger = Ledger(run_dir, spec.world_size)
-    try:
-        with tempfile.TemporaryDirectory(prefix="prism-bundle-") as bundle_dir:
-            bundle.write_to(Path(bundle_dir))
-            reporter.stage(f"seed {spec.seed}: starting {spec.world_size} rank{'s' * (spec.world_size > 1)}")
-            trainer = Trainer(
-                spec,
-                {
-                    "bundle_dir": bundle_dir,
-                    "corpus_dir": str(prepared.corpus.folder),
-                    "data_dir": str(prepared.corpus.folder),
-                    "artifacts_dir": str(run_dir / c.ARTIFACTS_DIR),
-                    "tokenizer_dir": tokenizer_dir,
-                    "weights_path": str(run_dir / c.WEIGHTS_FILE),
-                    "prefetch": request.prefetch,
-                },
-                run_dir,
-                environment,
-                ledger,
-                stop,
-                lambda seen, elapsed: reporter.training(spec, seen, elapsed),
-            )
-            trained = trainer.run()
-    finally:
-        ledger.close()
-    assert trained.model is not None
-    reporter.training(spec, ledger, trained.train_s)
-    stopped_reason = trained.done[0]["stopped_reason"]
-
-    heldout: HeldOut | None = None
-    heldout_s = None
-    if prepared.val_corpus is not None:
-        reporter.stage(f"seed {spec.seed}: held-out scoring")
-        heldout_began = monotonic()
-        heldout, report = score_heldout(
-            spec,
-            bundle,
-            HeldOutRequest(
-                corpus_dir=str(prepared.corpus.folder),
-                val_corpus_dir=str(prepared.val_corpus.folder),
-                val_split="val",
-                basis="tokens" if spec.tokenizer == "bytes" else trained.model["basis"],
-                tokenizer_dir=tokenizer_dir,
-            ),
-            run_dir,
-            environment,
-            stop,
-        )
-        heldout_s = monotonic() - heldout_began
-        write_json(
-            run_dir / c.HELDOUT_FILE, {"schema_version": c.HELDOUT_SCHEMA, "documents": DOCUMENTS_FILE, **report}
-        )
-    score: Score = compute_score(
-        ledger.code_length,
-        step0_loss=ledger.step0_loss,
-        head_width=trained.model["head_width"],
-        faults=ledger.faults,
-        heldout=heldout,
-    )
-    train_split = prepared.corpus.split("train")
-    facts = RunFacts(
-        spec=spec,
-        submission_id=bundle.submission_id,
-        run_id=f"{bundle.submission_id}-{spec.seed}-{spec.hash[:12]}",
-        run_dir=run_dir,
-        data_dir=request.data,
-        data_source=prepared.corpus.manifest.dataset.name,
-        shard_count=len(train_split.shards),
-        available_bytes=train_split.bytes,
-        hello=trained.hello,
-        started=trained.started,
-        model=trained.model,
-        done=trained.done,
-        stopped_reason=stopped_reason,
-        startup_s={
-            **prepared.seconds,
-            "launch": max(0.0, trained.launch_s),
-            "imports": trained.hello[0]["import_s"],
-            "prepare": trained.hello[0]["prepare_s"],
-            "bundle_import": trained.started[0]["bundle_import_s"],
-        },
-        train_s=trained.train_s,
-        wall_s=monotonic() - began,
-        heldout_s=heldout_s,
-        ineligible_reasons=_ineligible(spec, stopped_reason, score),
-    )
-    manifest, series, profile = build_documents(facts, ledger, score)
-    write_atomically(run_dir / c.TRAIN_SERIES_FILE, canonical_json(series.model_dump(mode="json")))
-    write_json(run_dir / c.THROUGHPUT_PROFILE_FILE, profile.model_dump(mode="json"))
-    write_json(run_dir / c.RUN_MANIFEST_FILE, manifest.model_dump(mode="json"))
-    return manifest
-
-
-def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
-    """Why this run cannot take the crown, whatever its score."""
-    reasons = []
-    if spec.seal != "sealed":
-        reasons.append("seal is open: the bundle ran in the process that scored it")
-    if spec.isolation != "bwrap":
-        reasons.append("isolation is none")
-    if spec.accounting != "exact":
-        reasons.append(f"accounting is {spec.accounting}")
-    if spec.world_size != 1:
-        reasons.append(f"scored runs use one process; this one used {spec.world_size}")
-    if stopped_reason == c.STOP_INTERRUPTED:
-        reasons.append("the run was interrupted")
-    if score.degraded:
-        reasons.append("no held-out figure")
-    return reasons
-
-
-def _environment(request: ScoreRequest, prepared: _Prepared, spec: RunSpec, run_dir: Path) -> dict[str, str]:
-    """A bundle's environment: what torch needs of ours, the contract's variables, and nothing else."""
-    passed = {k: v for k, v in os.environ.items() if k in PASSED_ENVIRONMENT or k.startswith(PASSED_PREFIXES)}
-    data_dir = str(prepared.corpus.folder)
-    return {
-        **passed,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "PYTHONHASHSEED": str(spec.seed % 2**32),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(spec.torch_threads),
-        "MASTER_ADDR": "127.0.0.1",
-        "PRISM_SUBMISSION_ID": prepared.bundle.submission_id,
-        "PRISM_EXECUTION_MODE": spec.mode,
-        "PRISM_GPU_COUNT": str(spec.world_size),
-        "PRISM_DATA_DIR": data_dir,
-        "PRISM_BASE_EVAL_TRAIN_DATA_DIR": data_dir,
-        "PRISM_BASE_EVAL_VAL_DATA_DIR": "",
-        "PRISM_ARTIFACT_OUTPUT_PATH": str(run_dir / c.ARTIFACTS_DIR),
-        "PRISM_RUN_MANIFEST_PATH": str(run_dir / c.RUN_MANIFEST_FILE),
-        "PRISM_REFERENCE_TOKENIZER_DIR": str(Path(prism_fast.__file__).parent / "data" / "assets"),
-        "PRISM_TOKEN_BUDGET": "" if spec.token_budget is None else str(spec.token_budget),
-    }
 
 
 # --------------------------------------------------------------------------------------------------------- directories

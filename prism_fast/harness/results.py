@@ -40,6 +40,7 @@ class RunFacts:
     wall_s: float
     heldout_s: float | None
     ineligible_reasons: list[str]
+    probes: int
 
 
 def build_series(facts: RunFacts) -> m.TrainSeries:
@@ -254,11 +255,19 @@ def build_documents(
             bundle_sha256=spec.bundle_digest,
             weights_sha256=file_sha256(facts.run_dir / c.WEIGHTS_FILE),
             ledger_sha256=file_sha256(facts.run_dir / c.LEDGER_FILE),
+            ledger_chain=ledger.chain.hex(),
+            heldout_sha256=_digest_of(facts.run_dir / c.HELDOUT_FILE),
+            heldout_documents_sha256=_digest_of(facts.run_dir / c.HELDOUT_DOCUMENTS_FILE),
+            probes=facts.probes,
         ),
         artifacts=_artifacts(facts.run_dir),
         miner_reported_ignored=_returned(facts.done),
     )
     return manifest, series, profile
+
+
+def _digest_of(path: Path) -> str | None:
+    return file_sha256(path) if path.exists() else None
 
 
 def _returned(done: dict[int, dict[str, Any]]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ reports to the referee over the job's socket. How it ended travels there too: to
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
-import importlib
 import os
 import resource
 import sys
@@ -42,11 +43,12 @@ def main() -> int:
         return 0
     except BaseException as e:
         rule, kind, message = explain(e, job)
-        traceback.print_exc()
         channel.send_json(
             wire.FAULT,
             {"rank": rank, "rule": rule, "kind": kind, "message": message, "traceback": traceback.format_exc()},
         )
+        with contextlib.suppress(OSError):  # the log may be what is full
+            traceback.print_exc()
         return 1
     finally:
         channel.close()
@@ -62,6 +64,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     from prism_fast.harness.instrument import Instrument
     from prism_fast.harness.open_source import OpenSource
     from prism_fast.harness.process_groups import keep_process_groups
+    from prism_fast.harness.sealed_source import SealedSource
     from prism_fast.harness.seeding import seed_everything, set_deterministic
     from prism_fast.protocol.run_spec import RunSpec
 
@@ -73,23 +76,26 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     seed_everything(spec.seed)
 
     tokenizer = reference_tokenizer(spec.tokenizer)
-    byte_tokenizer = reference_tokenizer("bytes")
-    split = open_corpus(job["corpus_dir"]).split("train")
-    source = OpenSource(
-        spec,
-        channel,
-        make_stream=lambda seq_len, batch_size, basis: TokenStream(
-            split,
-            seq_len,
-            batch_size,
-            basis=_stream_basis(spec, basis),
+    source: OpenSource | SealedSource
+    if spec.seal == "sealed":
+        source = SealedSource(spec, channel)
+    else:
+        split = open_corpus(job["corpus_dir"]).split("train")
+        source = OpenSource(
+            spec,
+            channel,
+            make_stream=lambda seq_len, batch_size, basis: TokenStream(
+                split,
+                seq_len,
+                batch_size,
+                basis=_stream_basis(spec, basis),
+                rank=rank,
+                world=world,
+                prefetch=job["prefetch"],
+            ),
+            token_bytes={"tokens": tokenizer.token_bytes, "bytes": reference_tokenizer("bytes").token_bytes},
             rank=rank,
-            world=world,
-            prefetch=job["prefetch"],
-        ),
-        token_bytes={"tokens": tokenizer.token_bytes, "bytes": byte_tokenizer.token_bytes},
-        rank=rank,
-    )
+        )
     if world > 1:
         keep_process_groups()
     report = None
@@ -132,7 +138,6 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     if not callable(train):
         raise BundleRejected("training.py does not define `train(ctx)`", rule=c.RULE_BUNDLE_SHAPE)
     channel.send_json(wire.STARTED, {"rank": rank, "bundle_import_s": perf_counter() - bundle_began})
-    source.begin()
     instrument.begin()
     returned = train(context)
     instrument.finish()
@@ -141,7 +146,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         raise instrument.error
     if instrument.model is None:
         raise BundleFailed("train(ctx) returned without calling ctx.iter_train_batches", rule=c.RULE_RUNTIME_ERROR)
-    if rank == 0:
+    if rank == 0 and spec.seal == "open":
         _save_weights(instrument.model, job["weights_path"])
     cuda = device.type == "cuda"
     channel.send_json(
@@ -197,7 +202,7 @@ def _save_weights(model: Any, path: str) -> None:
 
 
 def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str, str]:
-    """-> (rule, kind, one sentence). Kind: rejected, failed or engine."""
+    """-> (rule, kind, one sentence). Kind: one of evaluator_client.FAULT_KINDS."""
     import torch
 
     if isinstance(error, BundleRejected):
@@ -211,6 +216,8 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str,
     where = f"{Path(bundle_frames[-1].filename).name} line {bundle_frames[-1].lineno}: " if bundle_frames else ""
     text = " ".join(str(error).split())[:500]
     message = f"{where}{type(error).__name__}: {text}" if text else f"{where}{type(error).__name__}"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return c.RULE_ARTIFACTS_QUOTA, "quota", f"{message} ({c.MARKER_ARTIFACTS_QUOTA})"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return c.RULE_RESOURCE_OOM, "failed", message
     if isinstance(error, SystemExit):
@@ -223,7 +230,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str,
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    importlib.invalidate_caches()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

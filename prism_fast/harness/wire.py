@@ -1,45 +1,76 @@
-"""Frames between a runner rank and the referee, over a Unix stream socket.
+"""Frames between the referee and its runners and evaluators, over Unix stream sockets.
 
 A frame is a 5-byte header (kind u8, length u32, little-endian) and a body: a fixed record for what happens once a
-batch, JSON for what happens once a run. The referee is the server; a rank that closes without `done` or `fault`
-died, and the referee knows it at once.
+batch, JSON for what happens once a run. Kinds in WITH_DESCRIPTOR carry one file descriptor each. The referee is the
+server; a rank that closes without `DONE` or `FAULT` died, and the referee knows it at once.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import orjson
 
 HEADER = struct.Struct("<BI")
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 64 << 20
+RECEIVE_BYTES = 1 << 18
+MAX_DESCRIPTORS = 4  # in one read
 
 # runner -> referee
 HELLO = 1  # JSON: rank, pid, secret, machine
 STARTED = 2  # JSON: train(ctx) is about to be entered
 MODEL = 3  # JSON: what is being trained, known at the first batch
-PREDICTED = 4  # one LEDGER_DTYPE record
+PREDICTED = 4  # open: one LEDGER_DTYPE record
 STEPPED = 5  # one OBSERVATIONS_DTYPE record
-READY = 6  # u64 index: may I hand out this batch? (world sizes above 1)
+READY = 6  # READY_RECORD: may I have this batch? (sealed, and world sizes above 1)
 DONE = 7  # JSON: train returned; final facts
 FAULT = 8  # JSON: rule, message, traceback, kind
+SHARE = 9  # sealed, JSON: the request and the layout of the model's state; answered by REGION
+MAPPED = 10  # sealed: the region is mapped and holds the state
 # referee -> runner
 GO = 32
 STOP = 33  # JSON: reason
+REGION = 34  # carries the descriptor of a shared region
+BATCH = 35  # sealed: BATCH_RECORD, then int64 tokens
+# referee -> evaluator
+ADOPT = 48  # JSON: layout, check_init; carries the region's descriptor; answered by ADOPTED
+PREDICT = 49  # PREDICT_RECORD, then int64 tokens; answered by LOGITS, or by NEED and, after REGION, LOGITS
+# evaluator -> referee
+BORN = 64  # JSON: the model is built
+ADOPTED = 65  # JSON
+NEED = 66  # JSON: dtype, shape, bytes of the logits
+LOGITS = 67  # JSON: dtype, shape, forward_s
+
+WITH_DESCRIPTOR = frozenset({REGION, ADOPT})
+
+READY_RECORD = struct.Struct("<QB")  # index, autocast code
+BATCH_RECORD = struct.Struct("<QIIfff")  # index, rows, width, data wait, predict and scoring seconds
+PREDICT_RECORD = struct.Struct("<IIB")  # rows, width, autocast code
+AUTOCAST = ("off", "bfloat16", "float16")  # codes of an enclosing autocast
 
 
 class FrameError(Exception):
     """The peer sent something that is not a frame."""
 
 
+class PeerClosed(Exception):
+    """The peer closed its end."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    body: bytes
+    fd: int | None = None
+
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+
 def encode(kind: int, body: bytes = b"") -> bytes:
     return HEADER.pack(kind, len(body)) + body
-
-
-def encode_json(kind: int, document: Any) -> bytes:
-    return encode(kind, orjson.dumps(document, default=str))
 
 
 class FrameDecoder:
@@ -65,57 +96,113 @@ class FrameDecoder:
         return frames
 
 
-class RunnerChannel:
+class Channel:
+    """One end of a connection. Either end may be polled (`receive_now`) or waited on (`receive`)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._decoder = FrameDecoder()
+        self._frames: deque[Frame] = deque()
+        self._fds: deque[int] = deque()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, kind: int, body: bytes = b"", *, fd: int | None = None) -> None:
+        data = encode(kind, body)
+        if fd is None:
+            self.socket.sendall(data)
+        else:
+            sent = socket.send_fds(self.socket, [data], [fd])
+            self.socket.sendall(data[sent:])
+
+    def send_json(self, kind: int, document: Any, *, fd: int | None = None) -> None:
+        self.send(kind, orjson.dumps(document, default=str), fd=fd)
+
+    def receive(self, timeout: float | None = None) -> Frame:
+        """The next frame. Raises TimeoutError, PeerClosed, FrameError."""
+        while not self._frames:
+            self.socket.settimeout(timeout)
+            try:
+                self._take(0)
+            finally:
+                self.socket.settimeout(None)
+        return self._frames.popleft()
+
+    def receive_now(self) -> list[Frame]:
+        """Every frame that is here already. Raises PeerClosed once they have all been returned."""
+        try:
+            self._take(socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except PeerClosed:
+            if not self._frames:
+                raise
+        frames = list(self._frames)
+        self._frames.clear()
+        return frames
+
+    def _take(self, flags: int) -> None:
+        try:
+            # Not socket.recv_fds: up to Python 3.11 at least it drops its flags argument, and so blocks.
+            data, ancillary, _, _ = self.socket.recvmsg(RECEIVE_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), flags)
+        except ConnectionError:
+            raise PeerClosed from None
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.extend(struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4]))
+        if not data:
+            raise PeerClosed
+        for kind, body in self._decoder.feed(data):
+            fd = None
+            if kind in WITH_DESCRIPTOR:
+                if not self._fds:
+                    raise FrameError(f"frame of kind {kind} came without its descriptor")
+                fd = self._fds.popleft()
+            self._frames.append(Frame(kind, body, fd))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class RunnerChannel(Channel):
     """A rank's end of the socket."""
 
     def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
-        self._decoder = FrameDecoder()
-        self._pending: list[tuple[int, bytes]] = []
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(path)
+        super().__init__(connection)
         self._stop: str | None = None
-
-    def send(self, kind: int, body: bytes = b"") -> None:
-        self._socket.sendall(encode(kind, body))
-
-    def send_json(self, kind: int, document: Any) -> None:
-        self._socket.sendall(encode_json(kind, document))
 
     def stop_requested(self) -> str | None:
         """The referee's reason to stop, if it has sent one. Never blocks."""
-        try:
-            while self._stop is None:
-                data = self._socket.recv(4096, socket.MSG_DONTWAIT)
-                if not data:
-                    self._stop = "referee gone"
-                    break
-                self._take(self._decoder.feed(data))
-        except (BlockingIOError, InterruptedError):
-            pass
+        if self._stop is None:
+            try:
+                for frame in self.receive_now():
+                    self._expect(frame, STOP)
+            except PeerClosed:
+                self._stop = "referee gone"
         return self._stop
 
-    def ask(self, index: int) -> str | None:
-        """Blocks until every rank is ready for batch `index`: None to go on, or the reason to stop."""
-        self.send(READY, struct.pack("<Q", index))
+    def ask(self, index: int, expected: int = GO, autocast: int = 0) -> Frame | str:
+        """Blocks until the referee answers READY for batch `index`: its frame, or the reason to stop."""
+        self.send(READY, READY_RECORD.pack(index, autocast))
+        return self.wait_for(expected)
+
+    def wait_for(self, expected: int) -> Frame | str:
+        """The next frame, which must be of kind `expected`; or the reason to stop."""
         while self._stop is None:
-            if self._pending:
-                self._pending.pop(0)
-                return None
-            data = self._socket.recv(4096)
-            if not data:
+            try:
+                frame = self.receive()
+            except PeerClosed:
                 self._stop = "referee gone"
                 break
-            self._take(self._decoder.feed(data))
+            if frame.kind == expected:
+                return frame
+            self._expect(frame, STOP)
         return self._stop
 
-    def _take(self, frames: list[tuple[int, bytes]]) -> None:
-        for kind, body in frames:
-            if kind == STOP:
-                self._stop = orjson.loads(body)["reason"]
-            elif kind == GO:
-                self._pending.append((kind, body))
-            else:
-                raise FrameError(f"the referee sent a frame of kind {kind}, which is not the runner's to receive")
-
-    def close(self) -> None:
-        self._socket.close()
+    def _expect(self, frame: Frame, kind: int) -> None:
+        if frame.kind != kind:
+            raise FrameError(f"the referee sent a frame of kind {frame.kind}; expected {kind}")
+        self._stop = frame.json()["reason"]

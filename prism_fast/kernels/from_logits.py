@@ -62,7 +62,7 @@ def cross_entropy(
     """
     shape = target.shape
     rows, ids = as_logit_rows(logits, target, class_dim_1=True)
-    options = check_options(rows, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    options = check_options(rows, weight, rows.shape[1], ignore_index, reduction, label_smoothing, z_loss, softcap)
     accumulator = accumulation_dtype(rows.dtype)
     divisor = mean_divisor(ids, options, accumulator) if reduction == "mean" else None
     wants_grad = torch.is_grad_enabled() and rows.requires_grad
@@ -71,16 +71,14 @@ def cross_entropy(
         # Plain torch operations: can be differentiated again, and by torch.func.
         loss = loss_rows(rows, ids, options)[0]
         total = loss.sum() if reduction != "none" else loss
-    elif wants_grad and _fuses(rows, inplace_grad):
+    elif wants_grad and (inplace_grad or rows.device.type == "cpu") and not _traced():
         expected = torch.ones((), dtype=accumulator, device=rows.device)
         if divisor is not None:
             expected = expected / divisor
-        loss = _FusedRows.apply(rows, ids, options, expected.expand(len(ids)), inplace_grad)
+        loss = _Rows.apply(rows, ids, options, expected.expand(len(ids)), inplace_grad)
         total = torch.ops.prism_fast.sum_rows(loss) if reduction != "none" else loss
     else:
-        loss = torch.ops.prism_fast.cross_entropy(
-            rows, ids, options.class_weight, ignore_index, label_smoothing, z_loss, softcap
-        )[0]
+        loss = torch.ops.prism_fast.cross_entropy(rows, ids, *options_as_arguments(options))[0]
         total = torch.ops.prism_fast.sum_rows(loss) if reduction != "none" else loss
     if reduction == "none":
         return loss.view(shape)
@@ -90,12 +88,12 @@ def cross_entropy(
 def check_options(
     rows: Tensor,
     weight: Tensor | None,
+    vocab: int,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-    vocab: int | None = None,
 ) -> LossOptions:
     """The options as backends take them. Raises ValueError or TypeError for what no loss has."""
     check_reduction(reduction)
@@ -103,7 +101,6 @@ def check_options(
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
-    vocab = rows.shape[1] if vocab is None else vocab
     if weight is not None:
         check_same_device(logits=rows, weight=weight)
         if tuple(weight.shape) != (vocab,) or not weight.is_floating_point():
@@ -112,61 +109,77 @@ def check_options(
     return LossOptions(ignore_index, float(label_smoothing), float(z_loss), softcap, weight)
 
 
-def _fuses(rows: Tensor, inplace_grad: bool) -> bool:
-    """Whether loss and gradient are made in one go, ahead of `backward`.
+def options_as_arguments(options: LossOptions) -> tuple[Tensor | None, int, float, float, float | None]:
+    """The options in the order in which the registered operators take them."""
+    return options.class_weight, options.ignore_index, options.label_smoothing, options.z_loss, options.softcap
 
-    On the CPU always: the gradient's buffer is written once either way, and a read of the logits is saved. Elsewhere
-    only in place: telling whether the guess at the upstream gradient was right would need a synchronisation.
+
+def _traced() -> bool:
+    """Whether torch.compile or torch.func is looking, which see registered operators but not Python state."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def fuses(rows: Tensor) -> bool:
+    """Whether the gradient may be made ahead of `backward`, for a guess at the upstream gradient.
+
+    Not in float16: there the upstream gradient is often a loss scale, which must come in before the gradient is
+    rounded, or it comes too late to keep small ones from becoming 0.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return inplace_grad or rows.device.type == "cpu"
+    return rows.dtype != torch.float16 and not torch._C._are_functorch_transforms_active()
 
 
-class _FusedRows(torch.autograd.Function):
-    """Row losses whose gradient is made with them, for the upstream gradient `expected`; mended if that was wrong."""
+class _Rows(torch.autograd.Function):
+    """Row losses whose gradient is made with them, for the upstream gradient `expected`, and mended if that was wrong.
+
+    On the CPU this is how every gradient is made: its buffer is written once either way, and a read of the logits is
+    saved. Elsewhere only the gradient in place is: to tell whether the guess was right would be a synchronisation.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, target: Tensor, options: LossOptions, expected: Tensor, inplace: bool
     ) -> Tensor:
+        backend = backend_for(rows.device)
         overlapping = any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True))
         ctx.inplace = inplace and not overlapping
         ctx.options = options
-        ctx.used = False
+        ctx.grad = None
+        ctx.done = False
+        if not fuses(rows):
+            loss, lse, _ = backend.cross_entropy_forward(rows.detach(), target, options)
+            ctx.save_for_backward(expected, rows, target, lse)
+            return loss
+        ctx.grad = rows.detach() if ctx.inplace else torch.empty_like(rows)
+        loss, lse, _ = backend.cross_entropy_forward_backward(rows.detach(), target, expected, options, ctx.grad)
         if ctx.inplace:
-            grad = rows.detach()
             # Whoever else saved these logits for a backward pass gets torch's error, not a wrong gradient.
             torch.autograd.graph.increment_version(rows)
+            ctx.save_for_backward(expected)
         else:
-            grad = torch.empty_like(rows, memory_format=torch.preserve_format)
-        loss, lse, _ = backend_for(rows.device).cross_entropy_forward_backward(
-            rows.detach(), target, expected, options, grad
-        )
-        ctx.grad = grad
-        ctx.save_for_backward(expected, *(() if ctx.inplace else (rows, target, lse)))
+            ctx.save_for_backward(expected, rows, target, lse)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.inplace and ctx.done:
+            raise RuntimeError(
+                "second backward through a cross_entropy with inplace_grad=True: the first one's gradient took the "
+                "place of the logits; call it with inplace_grad=False"
+            )
         expected, *inputs = ctx.saved_tensors
-        grad, ctx.grad = ctx.grad, None
-        if ctx.inplace:
-            if grad is None:
-                raise RuntimeError(
-                    "second backward through a cross_entropy with inplace_grad=True: the first one's gradient took "
-                    "the place of the logits; call it with inplace_grad=False"
-                )
+        grad, ctx.grad, ctx.done = ctx.grad, None, True
+        if not inputs:
             backend_for(grad.device).scale_rows(grad, upstream / expected)
-        elif grad is None or not _same(upstream, expected):
+        elif grad is None or not _same_numbers(upstream, expected):
             rows, target, lse = inputs
-            grad = torch.empty_like(rows) if grad is None else grad
+            if grad is None:
+                grad = rows.detach() if ctx.inplace else torch.empty_like(rows)
             backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
         return grad, None, None, None, None
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
     """Whether two row vectors on the CPU hold the same numbers; scalars that were expanded compare as scalars."""
     if a.stride(0) == 0 and b.stride(0) == 0:
         a, b = a[:1], b[:1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from prism_fast.kernels.backends import RowNll, RowShard
 from prism_fast.kernels.backends.torch import accumulation_dtype
 from prism_fast.kernels.dispatch import backend_for
-from prism_fast.kernels.shapes import as_logit_rows
+from prism_fast.kernels.shapes import as_hidden_rows, as_logit_rows, autocast_head
 
 
 class TokenNll(NamedTuple):
@@ -66,7 +68,11 @@ def token_nll(
         rows, ids = as_logit_rows(logits_or_hidden.detach(), target, class_dim_1=False)
         results = torch.ops.prism_fast.token_nll(rows, ids, ignore_index, with_correct, with_entropy)
     else:
-        raise NotImplementedError
+        hidden, weight, bias = autocast_head(logits_or_hidden.detach(), weight.detach(), bias)
+        hidden, weight, bias, ids = as_hidden_rows(hidden, weight, None if bias is None else bias.detach(), target)
+        results = torch.ops.prism_fast.linear_token_nll(
+            hidden, weight, bias, ids, ignore_index, with_correct, with_entropy
+        )
     nll, lse, correct, entropy, faults = results
     nll = nll.view(target.shape)
     if not (with_lse or with_correct or with_entropy or with_faults):
@@ -80,31 +86,113 @@ def token_nll(
     )
 
 
+def merge_shards(shards: Sequence[RowShard], target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(nll, lse), shaped like target, from `token_nll_shard` of every part of the vocabulary, in order of its classes.
+
+    Gather the three vectors of each shard (an all-gather of 3 N numbers) and call this on every rank. It does not
+    matter on which shard the target lies; if on none, the row is +inf, as for a target whose logit is -inf.
+    """
+    top, total, target_logit = (torch.stack(parts).double() for parts in zip(*shards, strict=True))
+    target_logit = target_logit.amax(0)
+    most = top.amax(0)
+    rest = (total * (top - most.masked_fill(most == -torch.inf, 0.0)).exp()).sum(0)
+    # ln(1 + sum of the others / target): exact for small losses, never negative. As in the unsharded kernels.
+    others = rest.log() + most
+    nll = torch.logaddexp(others - target_logit, torch.zeros_like(most))
+    nll = torch.where(rest == 0.0, torch.where(target_logit == -torch.inf, torch.nan, 0.0), nll)
+    lse = torch.where(target_logit == -torch.inf, others, target_logit + nll)
+    ignored = target.reshape(-1) == ignore_index
+    kind, shape = shards[0].max.dtype, target.shape
+    nll, lse = (value.masked_fill(ignored, 0.0).to(kind).view(shape) for value in (nll, lse))
+    return nll, lse
+
+
+def token_nll_shard(logits: Tensor, target: Tensor, *, vocab_start: int, ignore_index: int = -100) -> RowShard:
+    """The part of `token_nll` that one shard of the vocabulary contributes; `merge_shards` puts the parts together.
+
+    Args:
+        logits: `[..., V_shard]`, the classes [vocab_start, vocab_start + V_shard) of the whole vocabulary.
+        target: class ids of the whole vocabulary, `[...]`.
+
+    Returns:
+        `(max, sum, target_logit)`, float32 (float64 for float64 logits), `[N]` with N the number of targets.
+    """
+    rows, ids = as_logit_rows(logits.detach(), target, class_dim_1=False)
+    return RowShard(*torch.ops.prism_fast.token_nll_shard(rows, ids, ignore_index, vocab_start))
+
+
 @torch.library.custom_op("prism_fast::token_nll", mutates_args=())
 def _token_nll(
     logits: Tensor, target: Tensor, ignore_index: int, with_correct: bool, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r = backend_for(logits.device).token_nll(logits, target, ignore_index, with_correct, with_entropy)
-    nothing = logits.new_empty(0, dtype=torch.bool)
-    return (
-        r.nll,
-        r.lse,
-        nothing if r.correct is None else r.correct,
-        r.nll.new_empty(0) if r.entropy is None else r.entropy,
-        r.faults,
-    )
+    return _without_none(backend_for(logits.device).token_nll(logits, target, ignore_index, with_correct, with_entropy))
 
 
 @_token_nll.register_fake
 def _(
     logits: Tensor, target: Tensor, ignore_index: int, with_correct: bool, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = logits.shape[0]
-    nll = logits.new_empty(rows, dtype=accumulation_dtype(logits.dtype))
+    return _fake_rows(logits, with_correct, with_entropy)
+
+
+@torch.library.custom_op("prism_fast::linear_token_nll", mutates_args=())
+def _linear_token_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    with_correct: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    backend = backend_for(hidden.device)
+    return _without_none(
+        backend.linear_token_nll(hidden, weight, bias, target, ignore_index, with_correct, with_entropy)
+    )
+
+
+@_linear_token_nll.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    with_correct: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _fake_rows(hidden, with_correct, with_entropy)
+
+
+@torch.library.custom_op("prism_fast::token_nll_shard", mutates_args=())
+def _token_nll_shard(
+    logits: Tensor, target: Tensor, ignore_index: int, vocab_start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shard = backend_for(logits.device).token_nll_shard(logits, target, ignore_index, vocab_start)
+    return shard.max, shard.sum, shard.target_logit
+
+
+@_token_nll_shard.register_fake
+def _(logits: Tensor, target: Tensor, ignore_index: int, vocab_start: int) -> tuple[Tensor, Tensor, Tensor]:
+    like = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
+    return like, torch.empty_like(like), torch.empty_like(like)
+
+
+# A registered operator returns tensors, never None: what was not asked for is an empty one.
+
+
+def _without_none(r: RowNll) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    correct = r.nll.new_empty(0, dtype=torch.bool) if r.correct is None else r.correct
+    return r.nll, r.lse, correct, r.nll.new_empty(0) if r.entropy is None else r.entropy, r.faults
+
+
+def _fake_rows(rows: Tensor, with_correct: bool, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    count = rows.shape[0]
+    nll = rows.new_empty(count, dtype=accumulation_dtype(rows.dtype))
     return (
         nll,
         torch.empty_like(nll),
-        logits.new_empty(rows if with_correct else 0, dtype=torch.bool),
-        nll.new_empty(rows if with_entropy else 0),
-        logits.new_empty(1, dtype=torch.int32),
+        rows.new_empty(count if with_correct else 0, dtype=torch.bool),
+        nll.new_empty(count if with_entropy else 0),
+        rows.new_empty(1, dtype=torch.int32),
     )

@@ -59,6 +59,19 @@ def as_logit_rows(logits: Tensor, target: Tensor, *, class_dim_1: bool) -> tuple
     return logits.reshape(math.prod(logits.shape[:-1]), vocab), as_target_rows(target)
 
 
+def autocast_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states and head in the dtype that autocast would give torch's linear."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
 def as_hidden_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

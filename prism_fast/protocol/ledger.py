@@ -2,11 +2,14 @@
 
 Two files, kept apart on purpose. `ledger.bin` holds only what a score may be made of; `observations.bin` holds what
 was merely seen (times, gradient norms). Both are a 64-byte header (magic, record size, world size) and then fixed
-little-endian records in (index, rank) order, so a reader needs `numpy.fromfile` and nothing else.
+little-endian records in (index, rank) order, so a reader needs `numpy.fromfile` and nothing else. `ledger.chain` holds
+32 bytes for every 1,024 ledger records, each link a sha256 over the one before and the records since: written as the
+run goes, it fixes the past of a ledger before its end is known.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 
@@ -50,6 +53,25 @@ OBSERVATIONS_DTYPE = np.dtype(
         ("pad", "<u4"),
     ]
 )
+
+
+CHAIN_RECORDS = 1024  # ledger records a link of the chain stands for; the last link may stand for fewer
+CHAIN_SEED = b"prism_ledger_chain.v1"
+
+
+def next_link(previous: bytes, records: bytes) -> bytes:
+    """The chain's next 32 bytes: sha256 over the link before and the records since. The first follows CHAIN_SEED."""
+    return hashlib.sha256(previous + records).digest()
+
+
+def chain_of(path: str | Path) -> list[bytes]:
+    """Every link of a ledger file, computed from its records."""
+    links = [CHAIN_SEED]
+    with open(path, "rb") as f:
+        f.seek(HEADER_BYTES)
+        while block := f.read(CHAIN_RECORDS * LEDGER_DTYPE.itemsize):
+            links.append(next_link(links[-1], block))
+    return links[1:]
 
 
 def pack_header(magic: bytes, dtype: np.dtype, world_size: int) -> bytes:

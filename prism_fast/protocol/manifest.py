@@ -160,6 +160,10 @@ class EngineBlock(_Block):
     training_sha256: str | None = Field(default=None, description="of training.py")
     weights_sha256: str
     ledger_sha256: str
+    ledger_chain: str = Field(description="the last link of ledger.chain")
+    heldout_sha256: str | None
+    heldout_documents_sha256: str | None
+    probes: int = Field(description="batches, online and held-out, whose prediction was probed; 0 in open mode")
 
 
 class ArtifactRef(_Block):

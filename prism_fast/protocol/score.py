@@ -8,13 +8,14 @@ file; that is how "speed never ranks" is kept.
     final_score    = ((100 + heldout_delta) * p + secondary) * m
     secondary      = min(1e-3 p, 0.5 p 5e-3) / (1 + prequential bpb)
 
-p = 0.5 when the train-to-val gap exceeds 1.0 bpb (memorisation), else 1; m = 0 on a step-0 anomaly, else 1. Without
-held-out figures the score is degraded to m / (1 + bpb) and can never take the crown.
+p = 0.5 when the train-to-val gap exceeds 1.0 bpb (memorisation), else 1; m = 0 on a step-0 anomaly or a broken rule,
+else 1. Without held-out figures the score is degraded to m / (1 + bpb) and can never take the crown.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prism_fast.protocol import constants as c
@@ -89,11 +90,13 @@ def compute_score(
     head_width: int,
     faults: int,
     heldout: HeldOut | None,
+    violations: Sequence[str] = (),
     cap_twin_at_uniform: bool = True,
 ) -> Score:
     """Folds the ledger's and the held-out sums to the score.
 
     `step0_loss`: mean nats per scored token of the first batch. `head_width`: the logits' last dimension.
+    `violations`: rules that the run was seen to break (`prism:noncausal` ...); any of them zeroes the score.
     Raises BundleFailed (`prism:degenerate`) for a run that must not be ranked: nothing covered, not finite, bpb <= 0.
     """
     if online.bytes <= 0 or online.tokens <= 0:
@@ -108,14 +111,14 @@ def compute_score(
         )
     threshold = c.STEP0_ANOMALY_FRACTION * math.log(head_width)
     step0_anomaly = not step0_loss >= threshold
-    flags: list[str] = []
+    flags: list[str] = list(violations)
     if step0_anomaly:
         flags.append("step0_anomaly")
     if faults:
         flags.append("nan_inf")
     if bpb > c.IMPLAUSIBLE_BPB:
         flags.append("implausible_bpb")
-    multiplier = 0.0 if step0_anomaly else 1.0
+    multiplier = 0.0 if step0_anomaly or violations else 1.0
 
     if heldout is None:
         no_learning = bpb >= uniform_bpb(head_width, online.tokens, online.bytes)

@@ -166,9 +166,7 @@ def test_verify_finds_altered_missing_unlisted_and_swapped_shards(locked):
     assert any("again: document id hash" in fault for fault in corpus_faults(locked))
     shards[0].write_bytes(data)
     (locked / "val" / "shard-00009.prsh").write_bytes(data)
-    assert [fault for fault in corpus_faults(locked)] == [
-        f"{locked}/val/shard-00009.prsh: not listed in {locked}/MANIFEST.json"
-    ]
+    assert list(corpus_faults(locked)) == [f"{locked}/val/shard-00009.prsh: not listed in {locked}/MANIFEST.json"]
 
 
 def test_the_secret_split_may_live_elsewhere_or_nowhere(locked, tmp_path):

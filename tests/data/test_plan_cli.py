@@ -11,7 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from prism_fast.cli import plan_commands
+from prism_fast.data import TokenLoader
+from prism_fast.data.corpus import Corpus, resolve_data
 from prism_fast.data.plan import bucket_plan, read_manifest
+from prism_fast.data.tokenizers import reference_tokenizer
 from prism_fast.protocol.errors import DataError, UsageError
 
 app = typer.Typer()
@@ -72,7 +75,9 @@ def test_sources_come_from_a_file(lengths_file: Path, tmp_path: Path) -> None:
     rows = json.loads(run(lengths_file, "--lengths", "--sources", tmp_path / "sources.npy", "--json"))
     assert all(5 < row["sources_mean"] <= 7 for row in rows)
     np.save(tmp_path / "sources.npy", np.arange(3))
-    with pytest.raises(DataError, match=r"sources\.npy: holds \(3,\) sources"):
+    with pytest.raises(
+        DataError, match=r"sources\.npy: expected the sources of 3001 records of .*, found shape \(3,\)"
+    ):
         run(lengths_file, "--lengths", "--sources", tmp_path / "sources.npy")
 
 
@@ -101,3 +106,67 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lengths.npy").write_text("1 2 3")
     with pytest.raises(DataError, match=r"lengths\.npy: not a \.npy array"):
         run(tmp_path / "lengths.npy", "--lengths")
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return resolve_data("sample", "gpt2", cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+def test_a_packed_corpus_is_planned_split_by_split(sample: Corpus) -> None:
+    train = sample.split("train")
+    rows = json.loads(run(sample.folder, "--json", "--bucket", "2"))
+    assert (rows[0]["records"], rows[0]["real_tokens"]) == (train.documents, train.tokens)
+    assert rows[0]["sources_mean"] is None  # one shard: no sources to tell apart
+    rows = json.loads(run(sample.folder, "--json", "--split", "all", "--bucket", "2,8"))
+    assert rows[0]["records"] == 1189
+    assert rows[0]["sources_mean"] < rows[2]["sources_mean"]  # file order keeps the splits apart, the plan mixes them
+    assert rows[0]["waste"] > 0.05
+    assert rows[1]["waste"] < 0.01
+    one = json.loads(run(train.shards[0], "--json", "--bucket", "2"))
+    assert one[0]["records"] == train.documents
+    with pytest.raises(UsageError, match="no split 'dev'"):
+        run(sample.folder, "--split", "dev")
+
+
+@pytest.mark.parametrize("over", ["truncate", "drop", "split"])
+def test_the_truncation_report_counts_what_is_lost(sample: Corpus, tmp_path: Path, over: str) -> None:
+    out = tmp_path / "plan.json"
+    run(sample.folder, "--split", "val", "--seq-len", "801", "--over", over, "--out", out)
+    shards = sample.split("val").open()
+    records = [record.tolist() for shard in shards for record in shard]
+    long = [record for record in records if len(record) > 800]
+    lost = {"truncate": [record[800:] for record in long], "drop": long, "split": []}[over]
+    tokenizer = reference_tokenizer("gpt2")
+    assert json.loads(out.read_bytes())["truncation"] == {
+        "seq_len": 801,
+        "over": over,
+        "rows": {
+            "truncate": len(records),
+            "drop": len(records) - len(long),
+            "split": sum(max(1, -(-len(record) // 800)) for record in records),
+        }[over],
+        "records_over": len(long),
+        "records_lost": len(long) if over == "drop" else 0,
+        "tokens_lost": sum(map(len, lost)),
+        "bytes_lost": sum(len(tokenizer.decode_bytes(tokens)) for tokens in lost),
+    }
+    assert len(long) > 0
+
+
+def test_a_manifest_made_by_the_command_feeds_a_loader(sample: Corpus, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    run(sample.folder, "--seq-len", "1024", "--over", "split", "--out", out, "--seed", "3", "--micro-batch", "4")
+    split = sample.split("train")
+    loader = TokenLoader(split, out, output="numpy")
+    assert sum(block.bytes for block in loader) == split.bytes
+
+
+def test_token_files_of_other_tools_are_planned(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 7, 256, 5, 256, 1, 2, 3, 4, 256], np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    rows = json.loads(run(tmp_path / "tokens.npy", "--tokenizer", "bytes", "--bucket", "2", "--json"))
+    assert (rows[0]["records"], rows[0]["real_tokens"], rows[0]["padded_tokens"]) == (3, 8, 2 * 3 + 4)
+    out = tmp_path / "plan.json"
+    run(tmp_path / "tokens.npy", "--tokenizer", "bytes", "--seq-len", "4", "--out", out)
+    assert json.loads(out.read_bytes())["truncation"]["bytes_lost"] == 1

@@ -20,8 +20,11 @@ HEADER, FOOTER = 256, 64
 
 
 def wide_tokenizer(n_vocab=70_001):
-    strings = [bytes([i % 256]) * (i // 256 + 1) for i in range(n_vocab - 1)] + [b""]
+    strings = [bytes([i % 256]) * (i // 4096 + 1) for i in range(n_vocab - 1)] + [b""]
     return Tokenizer("wide", strings, {"<|endoftext|>": n_vocab - 1}, "", None)
+
+
+WIDE = wide_tokenizer()
 
 
 def reseal(data: bytearray) -> bytes:
@@ -56,11 +59,11 @@ def test_round_trip(shard, access):
         opened[3]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 70_000), max_size=30), max_size=30))
 def test_round_trip_of_any_records_in_u32(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("s") / "a.prsh"
-    tokenizer = wide_tokenizer()
+    tokenizer = WIDE
     write_shard(path, records, tokenizer=tokenizer)
     opened = open_shard(path, tokenizer=tokenizer)
     assert [r.tolist() for r in opened] == records
@@ -68,7 +71,7 @@ def test_round_trip_of_any_records_in_u32(tmp_path_factory, records):
 
 
 def test_ids_beyond_u16_choose_u32_and_never_wrap(tmp_path):
-    write_shard(tmp_path / "a.prsh", [[70_000]], tokenizer=wide_tokenizer())
+    write_shard(tmp_path / "a.prsh", [[70_000]], tokenizer=WIDE)
     assert open_shard(tmp_path / "a.prsh")[0].tolist() == [70_000]
     assert open_shard(tmp_path / "a.prsh").token_width == 4
     for bad, error in ((70_000, DataError), (-1, ValueError), (2**32 + 5, ValueError)):
@@ -198,6 +201,15 @@ def test_a_refused_add_leaves_the_shard_as_it_was(tmp_path):
     opened = open_shard(tmp_path / "a.prsh")
     opened.verify(GPT2)
     assert [r.tolist() for r in opened] == [[1, 2], [3]]
+
+
+def test_integers_of_any_size_keep_every_bit(tmp_path):
+    ids = [2**64 - 1, 1, 2**63, 2**53 + 1]
+    write_shard(tmp_path / "a.prsh", [[1]] * 4, tokenizer=GPT2, doc_ids=ids)
+    assert open_shard(tmp_path / "a.prsh").doc_ids.tolist() == ids
+    for bad, error in (([2**64], ValueError), ([-1], ValueError), ([2**63, 0.5], TypeError), (["1"], TypeError)):
+        with pytest.raises(error, match="document id"):
+            write_shard(tmp_path / "b.prsh", [[1]] * len(bad), tokenizer=GPT2, doc_ids=bad)
 
 
 def test_another_tokenizer_is_refused(shard):

@@ -63,6 +63,17 @@ def test_batches_are_what_single_calls_give():
         assert got.tolist() == gpt2.encode_ordinary(text).tolist()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=100)
+@given(texts=st.lists(st.one_of(st.text(max_size=20), st.sampled_from([" ", "\n", "a ", " b", "<|endoftext|>", "'s"]))))
+def test_a_run_is_tokenised_as_its_documents_are(name, texts):
+    tokenizer = reference_tokenizer(name)
+    single = [tokenizer.encode_utf8(tokenizers.utf8(text)[0]).tolist() for text in texts]
+    tokens, lengths = tokenizer.encode_utf8_run([tokenizers.utf8(text)[0] for text in texts])
+    assert lengths.tolist() == [len(one) for one in single]
+    assert tokens.tolist() == [token for one in single for token in one]
+
+
 def test_ids_outside_the_vocabulary_are_refused():
     for bad in (50257, -1):
         with pytest.raises(ValueError, match=f"token id {bad}"):
@@ -87,8 +98,9 @@ def test_fingerprints_follow_content_not_names(tmp_path):
     (tmp_path / "z.tiktoken").write_bytes(rank_file([*tokens[:-2], b"cd", b"ab"]))
     x, y, z = (tokenizer_from_file(tmp_path / f"{n}.tiktoken") for n in "xyz")
     assert x.fingerprint == y.fingerprint and x.name != y.name
-    assert len({x.fingerprint, z.fingerprint, tokenizer_from_file(tmp_path / "x.tiktoken", pattern=".").fingerprint,
-                tokenizer_from_file(tmp_path / "x.tiktoken", specials={"<|endoftext|>": 300}).fingerprint}) == 4  # fmt: skip
+    other_pattern = tokenizer_from_file(tmp_path / "x.tiktoken", pattern=".")
+    other_special = tokenizer_from_file(tmp_path / "x.tiktoken", specials={"<|endoftext|>": 300})
+    assert len({t.fingerprint for t in (x, z, other_pattern, other_special)}) == 4
     assert x.encode_ordinary("abcd").tolist() == [256, 257] and x.eot == 258
     # Pinned: a fingerprint is in every shard, so its definition may not drift.
     assert reference_tokenizer("gpt2").fingerprint.startswith("aa2d78a54ff9535a")

@@ -137,7 +137,7 @@ def score_command(bundle: Path, out: Path, cache_dir: Path, *options: str) -> li
         "--step-budget=8",
         "--val-byte-budget=3000",
         "--torch-threads=1",
-        "--isolation=none",
+        "--seal=open",
         *options,
     ]
 

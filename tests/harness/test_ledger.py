@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from prism_fast.harness.instrument import OBSERVATION_RECORD
-from prism_fast.harness.ledger import Ledger
-from prism_fast.harness.open_source import LEDGER_RECORD
+from prism_fast.harness.ledger import LEDGER_RECORD, Ledger
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import DataError, EngineFault

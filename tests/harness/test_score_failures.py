@@ -92,6 +92,22 @@ CASES = {
         "prism:artifacts-quota",
         "PRISM_RUNNER_ARTIFACTS_QUOTA",
     ),
+    "many small artifacts over the quota": (
+        TINY_ARCHITECTURE,
+        at_third_batch(
+            "[open(f'{ctx.artifacts_dir}/{n}', 'wb').write(bytes(10**5)) for n in range(20)]; time.sleep(30)"
+        ),
+        8,
+        "prism:artifacts-quota",
+        "PRISM_RUNNER_ARTIFACTS_QUOTA",
+    ),
+    "endless output": (
+        TINY_ARCHITECTURE,
+        at_third_batch("[print('x' * 9999, flush=True) for _ in range(10**6)]"),
+        8,
+        "prism:artifacts-quota",
+        "PRISM_RUNNER_ARTIFACTS_QUOTA",
+    ),
     "a loop that hangs": (
         TINY_ARCHITECTURE,
         at_third_batch("time.sleep(600)").replace("i == 2", "i == 0"),
@@ -137,9 +153,8 @@ def test_a_failed_run_leaves_nothing_of_an_earlier_scored_one(score, tmp_path):
     ("options", "words"),
     [
         (("--data", "no/such/place"), "no/such/place"),
-        (("--seal", "sealed"), "not built into this version"),
         (("--capture", "fused"), "not built into this version"),
-        (("--isolation", "bwrap"), "not built into this version"),
+        (("--seal", "open", "--isolation", "bwrap"), "use --seal sealed"),
         (("--accounting", "prism-v2"), "not built into this version"),
         (("--seeds", "1,two"), "1,two"),
         (("--seeds", "7,7"), "each seed once"),

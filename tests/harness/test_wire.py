@@ -34,7 +34,7 @@ def channel(tmp_path):
     server.bind(path)
     server.listen(1)
     runner = wire.RunnerChannel(path)
-    referee, _ = server.accept()
+    referee = wire.Channel(server.accept()[0])
     yield runner, referee
     runner.close()
     referee.close()
@@ -44,7 +44,7 @@ def channel(tmp_path):
 def test_a_stop_is_seen_without_blocking(channel):
     runner, referee = channel
     assert runner.stop_requested() is None
-    referee.sendall(wire.encode_json(wire.STOP, {"reason": "interrupted"}))
+    referee.send_json(wire.STOP, {"reason": "interrupted"})
     assert runner.stop_requested() == "interrupted"
     assert runner.stop_requested() == "interrupted"
 
@@ -57,10 +57,34 @@ def test_a_referee_that_is_gone_stops_the_loop(channel):
 
 def test_ask_waits_for_go_and_obeys_stop(channel):
     runner, referee = channel
-    referee.sendall(wire.encode(wire.GO) + wire.encode(wire.GO))
-    assert runner.ask(0) is None
-    assert runner.ask(1) is None
-    referee.sendall(wire.encode_json(wire.STOP, {"reason": "wall_clock"}))
+    referee.send(wire.GO)
+    referee.send(wire.GO)
+    assert runner.ask(0).kind == runner.ask(1).kind == wire.GO
+    referee.send_json(wire.STOP, {"reason": "wall_clock"})
     assert runner.ask(2) == "wall_clock"
-    asked = referee.recv(1000)
-    assert [kind for kind, _ in wire.FrameDecoder().feed(asked)] == [wire.READY] * 3
+    assert [frame.kind for frame in referee.receive_now()] == [wire.READY] * 3
+
+
+def test_polling_an_idle_channel_returns_at_once(channel):
+    runner, referee = channel
+    assert referee.receive_now() == [] and runner.receive_now() == []
+
+
+def test_a_descriptor_travels_with_its_frame(channel, tmp_path):
+    runner, referee = channel
+    path = tmp_path / "passed"
+    path.write_text("by descriptor")
+    with path.open() as f:
+        referee.send(wire.REGION, b"first", fd=f.fileno())
+    referee.send(wire.BATCH, b"x" * 100_000)
+    frame = runner.wait_for(wire.REGION)
+    with open(frame.fd) as received:
+        assert received.read() == "by descriptor"
+    assert len(runner.wait_for(wire.BATCH).body) == 100_000
+
+
+def test_a_frame_that_lacks_its_descriptor_is_refused(channel):
+    runner, referee = channel
+    referee.send(wire.REGION)
+    with pytest.raises(wire.FrameError, match="descriptor"):
+        runner.receive(timeout=5)

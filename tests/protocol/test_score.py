@@ -69,6 +69,11 @@ def test_a_first_loss_below_half_of_ln_v_zeroes_the_score():
     assert fold(step0=math.nan, held=heldout()).final_score == 0.0
 
 
+def test_a_broken_rule_zeroes_the_score_and_is_flagged_by_name():
+    score = fold(held=heldout(), violations=["prism:noncausal"])
+    assert score.final_score == 0.0 and score.flags == ["prism:noncausal"]
+
+
 def test_without_held_out_the_score_is_degraded():
     score = fold()
     assert score.degraded and score.heldout_delta is None
@@ -96,7 +101,7 @@ def test_a_model_that_did_not_learn_is_flagged():
 
 
 def test_nothing_observed_can_be_passed_to_the_score():
-    allowed = {"online", "step0_loss", "head_width", "faults", "heldout", "cap_twin_at_uniform"}
+    allowed = {"online", "step0_loss", "head_width", "faults", "heldout", "violations", "cap_twin_at_uniform"}
     assert set(inspect.signature(compute_score).parameters) == allowed
     source = inspect.getsource(inspect.getmodule(compute_score))
     for word in ("import time", "gpu_count", "perf_counter", "monotonic"):

@@ -147,7 +147,7 @@ class Backend(Protocol):
         options: LossOptions,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> (loss [N], lse [N] float64, faults [1]); never holds [N, V]."""
+        """-> (loss [N], lse [N] float64, faults [1]); never holds [N, V]. `chunk_tokens` 0: the backend's choice."""
         ...
 
     def linear_cross_entropy_backward(
@@ -176,5 +176,5 @@ class Backend(Protocol):
         chunk_tokens: int,
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """-> (loss, lse, faults, d hidden, d weight, d bias): each product is made once instead of twice."""
+        """-> (loss, lse, faults, d hidden, d weight, d bias): the logits are made once instead of twice."""
         ...

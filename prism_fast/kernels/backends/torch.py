@@ -178,6 +178,54 @@ def cross_entropy_forward_backward(
     return loss, lse, faults
 
 
+def linear_cross_entropy_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: LossOptions,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return cross_entropy_forward(torch.nn.functional.linear(hidden, weight, bias), target, options)
+
+
+def linear_cross_entropy_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    options: LossOptions,
+    chunk_tokens: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad = torch.nn.functional.linear(hidden, weight, bias)
+    cross_entropy_backward(grad, target, lse, grad_loss, options, grad)
+    return (
+        grad @ weight if needs[0] else None,
+        grad.T @ hidden if needs[1] else None,
+        grad.sum(0, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype) if needs[2] else None,
+    )
+
+
+def linear_cross_entropy_forward_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    grad_loss: Tensor,
+    options: LossOptions,
+    chunk_tokens: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    forward = linear_cross_entropy_forward(hidden, weight, bias, target, options, chunk_tokens)
+    grads = linear_cross_entropy_backward(
+        hidden, weight, bias, target, forward[1], grad_loss, options, chunk_tokens, needs
+    )
+    return *forward, *grads
+
+
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
     rows.mul_(factor[:, None])
 

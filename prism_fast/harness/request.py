@@ -1,0 +1,80 @@
+"""What a scoring job is asked for, what all its seeds share, and where its progress goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from prism_fast.harness.bundle import Bundle
+from prism_fast.harness.ledger import Ledger
+from prism_fast.protocol import constants as c
+from prism_fast.protocol.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """What `prism-fast score` was asked for. Times in seconds, budgets in tokens and steps."""
+
+    bundle: Path
+    data: str
+    out: Path
+    val: str | None = None
+    tokenizer: str = "gpt2"
+    sequence_length: int = c.DEFAULT_SEQUENCE_LENGTH
+    batch_size: int | None = None
+    token_budget: int | None = c.DEFAULT_TOKEN_BUDGET
+    step_budget: int | None = None
+    budget_seconds: float = c.DEFAULT_BUDGET_SECONDS
+    watchdog_grace_seconds: float = c.WATCHDOG_GRACE_SECONDS
+    artifacts_quota_bytes: int = c.ARTIFACTS_QUOTA_BYTES
+    val_byte_budget: int | None = None
+    seeds: tuple[int, ...] = (c.DEFAULT_SEED,)
+    nproc: int = 1
+    accounting: str = "exact"
+    seal: str = "sealed"
+    capture: str = "strict"
+    isolation: str = "auto"
+    device: str = "auto"
+    torch_threads: int | None = None
+    scorer_threads: int | None = None
+    prefetch: int = 2
+    resume: bool = False
+    cache_dir: Path | None = None
+
+
+class Reporter(Protocol):
+    """Where a run's progress goes: a terminal, or nowhere."""
+
+    def stage(self, text: str) -> None: ...
+
+    def packing(self, progress: Any) -> None: ...
+
+    def training(self, spec: RunSpec, ledger: Ledger, elapsed_s: float) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class SilentReporter:
+    """Reports nothing."""
+
+    def stage(self, text: str) -> None: ...
+
+    def packing(self, progress: Any) -> None: ...
+
+    def training(self, spec: RunSpec, ledger: Ledger, elapsed_s: float) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass
+class Prepared:
+    """What all seeds of a request share."""
+
+    bundle: Bundle
+    corpus: Any
+    val_corpus: Any
+    tokenizer: Any
+    byte_tokenizer: Any
+    isolation: str
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,287 @@
+"""The referee's side of sealed scoring: it owns the stream, the targets, the budgets and the sums.
+
+    referee:   batch k --tokens--> evaluator --logits--> scored here --record--> ledger
+                  |--------------- after the record ----------------> trainer --step--> weights k+1 (shared)
+
+Logits for batch k exist, and are scored, before the trainer's process has seen batch k. Order is the proof.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from prism_fast.harness import wire
+from prism_fast.harness.bundle import Bundle
+from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.isolation import Sandbox
+from prism_fast.harness.ledger import Ledger, pack_record
+from prism_fast.harness.probes import ProbePlan, broken_rule
+from prism_fast.harness.shared_memory import SharedRegion
+from prism_fast.protocol import constants as c
+from prism_fast.protocol.errors import BundleFailed, BundleRejected
+from prism_fast.protocol.run_spec import RunSpec
+
+MIN_REGION_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class SealedData:
+    """What a sealed run reads. `tokenizer` made the corpus; `basis_tokenizer(basis)` is what its stream is made of."""
+
+    split: Any
+    tokenizer: Any
+    byte_tokenizer: Any
+    prefetch: int
+
+    def basis_tokenizer(self, basis: str) -> Any:
+        return self.tokenizer if basis == "tokens" else self.byte_tokenizer
+
+
+class _Rank:
+    """One rank's stream, evaluator and shared weights."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.region: SharedRegion | None = None
+        self.layout: Any = None
+        self.request: dict[str, Any] | None = None
+        self.stream: Any = None
+
+
+class SealedSession:
+    """Predicts and scores for one seed's trainer ranks. Owned by the referee's loop."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        bundle: Bundle,
+        sandbox: Sandbox,
+        environment: dict[str, str],
+        run_dir: Path,
+        data: SealedData,
+        ledger: Ledger,
+        tokenizer_dir: str,
+        deadline: Callable[[], float],
+        scorer_threads: int,
+    ) -> None:
+        self.scorer_threads = scorer_threads  # of this process; they never change a figure
+        self.spec, self.data, self.ledger = spec, data, ledger
+        self.violations: list[str] = []
+        self.probes = 0
+        self.head_width = 0
+        self.model: dict[str, Any] | None = None
+
+        def start(rank: int) -> Evaluator:
+            return Evaluator(
+                spec,
+                bundle,
+                sandbox,
+                environment,
+                run_dir / c.EVALUATOR_LOG_FILE,
+                tokenizer_dir=tokenizer_dir,
+                deadline=deadline,
+                rank=rank,
+            )
+
+        self._ranks = [_Rank(start(rank)) for rank in range(spec.world_size)]
+        self.shadow = start(0)
+        self._plan: ProbePlan | None = None
+        self._filler: Any = None
+        self._tokens_seen = 0
+        # Importing torch takes as long as the children's own start: it runs beside them.
+        self._torch = threading.Thread(target=_import_torch, daemon=True)
+        self._torch.start()
+
+    # -------------------------------------------------------------------------------------------- weights are shown
+
+    def share(self, rank: int, document: dict[str, Any]) -> SharedRegion:
+        """A rank describes its model's state: -> the region it shall live in. Raises BundleRejected."""
+        self._torch.join()
+        import torch
+
+        from prism_fast.harness.state_layout import from_json, region_bytes
+
+        torch.set_num_threads(self.scorer_threads)
+
+        entries = from_json(document["layout"])
+        parameters = {e.offset: math.prod(e.shape) for e in entries if e.is_parameter and e.nbytes}
+        count = sum(parameters.values())
+        if count > self.spec.max_parameters:
+            raise BundleRejected(
+                f"the model has {count:,} parameters; the {self.spec.param_ladder_stage} stage allows at most "
+                f"{self.spec.max_parameters:,} ({c.MARKER_PARAM_CAP})",
+                rule=c.RULE_PARAM_CAP,
+            )
+        size, limit = region_bytes(entries), max(MIN_REGION_LIMIT, 16 * self.spec.max_parameters)
+        if size > limit:
+            raise BundleRejected(
+                f"the model's state takes {size:,} bytes; at most {limit:,} are shared", rule=c.RULE_PARAM_CAP
+            )
+        state = self._ranks[rank]
+        state.region = SharedRegion.create("prism-weights", size)
+        state.layout, state.request = document["layout"], {**document, "model_params": count}
+        return state.region
+
+    def mapped(self, rank: int) -> None:
+        """The rank has its weights in the region: nobody else may write there, and the evaluators adopt them."""
+        from prism_fast.data.stream import TokenStream
+
+        state = self._ranks[rank]
+        if state.region is None or state.request is None:
+            raise BundleFailed("a rank mapped weights it had not described", rule=c.RULE_RUNTIME_ERROR)
+        state.region.close_to_writers()
+        basis = state.request["basis"]
+        n_vocab = self.data.basis_tokenizer(basis).n_vocab
+        for evaluator in (state.evaluator, self.shadow) if rank == 0 else (state.evaluator,):
+            evaluator.n_vocab = n_vocab
+            evaluator.adopt(state.layout, state.region, check_init=True)
+        state.stream = self._open_stream(TokenStream, state.request, rank)
+        if rank == 0:
+            self._plan = ProbePlan(min(len(state.stream), self._batches_at_most(state.request)))
+            self._filler = self._open_filler(TokenStream, state.request, len(state.stream))
+
+    def _open_stream(self, token_stream: Any, request: dict[str, Any], rank: int, start: int = 0) -> Any:
+        return token_stream(
+            self.data.split,
+            request["seq_len"],
+            request["batch_size"],
+            basis="bytes" if request["basis"] == "bytes" and self.spec.tokenizer != "bytes" else "tokens",
+            rank=rank,
+            world=self.spec.world_size,
+            prefetch=self.data.prefetch if start == 0 else 1,
+            start_batch=start,
+        )
+
+    def _open_filler(self, token_stream: Any, request: dict[str, Any], batches: int) -> Any:
+        """Text for probes, from a secret place, beyond what the run will read if there is such text."""
+        assert self._plan is not None
+        last = self._batches_at_most(request)
+        first = last if last < batches - 1 else 0
+        return self._open_stream(token_stream, request, 0, start=first + self._plan.cut(max(2, batches - first)) - 1)
+
+    def _batches_at_most(self, request: dict[str, Any]) -> int:
+        """Batches of one rank that the budgets allow."""
+        spec = self.spec
+        limits = [1 << 62]
+        if spec.step_budget is not None:
+            limits.append(spec.step_budget)
+        if spec.token_budget is not None:
+            limits.append(-(-spec.token_budget // (request["seq_len"] * request["batch_size"] * spec.world_size)))
+        return min(limits)
+
+    # ------------------------------------------------------------------------------------------ batches are scored
+
+    def hand_out(self, index: int, autocast: dict[int, int], stop: str | None) -> dict[int, bytes] | str:
+        """Every rank has asked for batch `index`: -> each rank's BATCH body, or why there is none."""
+        if any(self._ranks[r].stream is None for r in autocast):
+            raise BundleFailed("a batch was asked for before the weights were shown", rule=c.RULE_RUNTIME_ERROR)
+        spec = self.spec
+        if spec.token_budget is not None and self._tokens_seen >= spec.token_budget:
+            return c.STOP_TOKEN_BUDGET
+        if spec.step_budget is not None and index >= spec.step_budget:
+            return c.STOP_STEP_BUDGET
+        if stop is not None:
+            return stop
+        if index >= min(len(self._ranks[r].stream) for r in autocast):
+            return c.STOP_DATA_EXHAUSTED
+        return {rank: self._score(rank, index, autocast[rank]) for rank in sorted(autocast)}
+
+    def _score(self, rank: int, index: int, autocast: int) -> bytes:
+        import torch
+
+        from prism_fast.kernels import batch_code_length, token_nll
+
+        state = self._ranks[rank]
+        t0 = perf_counter()
+        block = next(state.stream)
+        t1 = perf_counter()
+        prediction = state.evaluator.predict(block.tokens, autocast)
+        t2 = perf_counter()
+        self.head_width = self.head_width or prediction.logits.shape[2]
+        if prediction.logits.shape[2] != self.head_width:
+            raise BundleFailed(
+                f"the model's logits were {self.head_width} wide and are now {prediction.logits.shape[2]}",
+                rule=c.RULE_OUTPUT_SHAPE,
+            )
+        if self.model is None:
+            self._describe(state)
+        targets = torch.from_numpy(block.targets)
+        nll = token_nll(prediction.logits, targets)
+        assert isinstance(nll, torch.Tensor)
+        fault_nats = c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
+        sums = batch_code_length(nll, targets, self._token_bytes, fault_nats).tolist()
+        rows, width = block.tokens.shape
+        self.ledger.add(rank, pack_record(index, sums, rows * width, block.documents, rank, rows))
+        self._tokens_seen += rows * width
+        t3 = perf_counter()
+        if rank == 0 and self._plan is not None and self._plan.probes(index):
+            self._probe(block.tokens, prediction.logits, autocast)
+        t4 = perf_counter()
+        return wire.BATCH_RECORD.pack(index, rows, width, t1 - t0, t2 - t1 + t4 - t3, t3 - t2) + block.tokens.tobytes()
+
+    def _describe(self, state: _Rank) -> None:
+        import torch
+
+        from prism_fast.kernels import backend_for
+
+        assert state.request is not None
+        request = {k: v for k, v in state.request.items() if k != "layout"}
+        table = self.data.basis_tokenizer(request["basis"]).token_bytes
+        self._token_bytes = torch.from_numpy(np.array(table, np.int32))
+        self.model = {
+            **request,
+            "head_width": self.head_width,
+            "plan": asdict(state.stream.plan_summary()),
+            "backends": {"token_nll": backend_for(torch.device("cpu")).name},
+        }
+
+    def _probe(self, tokens: np.ndarray, logits: Any, autocast: int) -> None:
+        assert self._plan is not None
+        block = next(self._filler, None)
+        if block is None:
+            self._filler = self._open_stream(type(self._filler), self._ranks[0].request or {}, 0)
+            block = next(self._filler)
+        self.probes += 1
+        rule = broken_rule(logits, tokens, block.tokens, self._plan.cut(tokens.size), self.shadow, autocast)
+        if rule is not None and rule not in self.violations:
+            self.violations.append(rule)
+
+    # ------------------------------------------------------------------------------------------------------ the end
+
+    @property
+    def processes(self) -> set[int]:
+        return {self.shadow.process.pid, *(state.evaluator.process.pid for state in self._ranks)}
+
+    def final_state(self) -> tuple[Any, SharedRegion]:
+        """-> (layout, region) of rank 0's weights as the trainer left them."""
+        state = self._ranks[0]
+        assert state.region is not None
+        return state.layout, state.region
+
+    def save_weights(self, path: Path) -> None:
+        """Writes the final state as safetensors, tied tensors under each of their names."""
+        from safetensors.torch import save_file
+
+        from prism_fast.harness.state_layout import from_json
+
+        layout, region = self.final_state()
+        save_file({e.name: e.view(region).contiguous().clone() for e in from_json(layout)}, path)
+
+    def close(self) -> None:
+        for state in self._ranks:
+            state.evaluator.close()
+            if state.stream is not None:
+                state.stream.close()
+        self.shadow.close()
+
+
+def _import_torch() -> None:
+    import prism_fast.kernels  # noqa: F401

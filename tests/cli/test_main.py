@@ -1,0 +1,43 @@
+"""The command line as a person meets it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import prism_fast
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "prism_fast.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_without_arguments_it_shows_its_commands():
+    done = run()
+    for command in ("score", "compare", "rank", "pack", "plan", "doctor", "shards", "corpus"):
+        assert command in done.stdout
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"prism-fast {prism_fast.__version__}"
+
+
+@pytest.mark.parametrize("arguments", [("score",), ("nonsense",), ("score", "x", "--data", "sample")])
+def test_bad_usage_exits_with_2_and_no_traceback(arguments):
+    done = run(*arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_doctor_reports_every_area_and_finds_nothing_broken_here():
+    done = run("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for area in ("machine", "torch", "device", "kernels", "tokenizer", "data", "isolation", "launch"):
+        assert f'"area": "{area}"' in done.stdout
+    assert '"broken"' not in done.stdout
+
+
+def test_the_package_and_its_core_are_of_one_version():
+    from prism_fast import _core
+
+    assert _core.__version__ == prism_fast.__version__
