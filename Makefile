@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test lint bench fuzz format clean install
+.PHONY: demo test exploits lint bench fuzz format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 65536
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not exploit"
+
+exploits: install
+	$(BIN)/python -m pytest -m exploit tests/exploits
 
 bench: install
 	$(BIN)/python -m benchmarks

@@ -18,12 +18,16 @@ from typing import Any
 
 from prism_fast.harness import wire
 from prism_fast.harness.die_with_parent import die_with_parent
+from prism_fast.harness.limits import limit_process
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected
+
+MAX_FILE_BYTES = 1 << 28  # of any one file, its log among them: compiled kernels are the most an evaluator writes
 
 
 def main() -> int:
     die_with_parent()
+    limit_process(MAX_FILE_BYTES)
     channel = wire.Channel(socket.socket(fileno=int(sys.argv[1])))
     frame = channel.receive()
     job = frame.json()
@@ -59,6 +63,7 @@ def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
     device = resolve_device(spec.device, job["local_rank"])
     set_deterministic(spec.torch_threads, spec.deterministic_algorithms)
     seed_everything(spec.seed)
+    channel.send(wire.IMPORTING)
     architecture = import_architecture(Path(job["bundle_dir"]), spec.seed)
     context = make_context(
         spec,

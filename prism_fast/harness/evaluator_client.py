@@ -7,6 +7,7 @@ to its weights (they are mapped read-only, so that kills it) is the bundle's fau
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -35,17 +36,28 @@ from prism_fast.protocol.errors import (
 from prism_fast.protocol.run_spec import RunSpec
 
 LOGIT_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MAX_LOGITS_BYTES = 64 << 30
-FAULT_KINDS: dict[str, type[PrismError]] = {
-    "quota": ArtifactsQuotaExceeded,
-    "rejected": BundleRejected,
-    "failed": BundleFailed,
-    "engine": EngineFault,
-}
+MAX_LOGITS_BYTES = min(64 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+MAX_MESSAGE = 2000
+
+
+def reported_fault(fault: dict[str, Any], *, ours_possible: bool) -> PrismError:
+    """The error a process of the bundle's says it ended with. `ours_possible`: no bundle code has run there yet.
+
+    Whatever it says is the bundle's word: it can name a rule of ours for itself, and cannot put the blame on us.
+    Raises KeyError, TypeError or ValueError when it is not even a fault.
+    """
+    kind, rule = fault["kind"], fault["rule"]
+    words = "".join(ch if ch.isprintable() else " " for ch in str(fault["message"])[: 2 * MAX_MESSAGE])
+    message = " ".join(words.split())[:MAX_MESSAGE] or "no reason given"
+    if kind == "engine" and ours_possible:
+        return EngineFault(message)
+    known = rule if isinstance(rule, str) and rule in c.RULES else c.RULE_RUNTIME_ERROR
+    kinds = {"rejected": BundleRejected, "quota": ArtifactsQuotaExceeded}
+    return kinds.get(kind, BundleFailed)(message, rule=known)
 
 
 class Prediction(NamedTuple):
-    """`logits`: a CPU tensor [rows, width, V] over shared memory, valid until the next prediction."""
+    """`logits`: a CPU tensor [rows, width, V] of this process's own, valid until the next prediction."""
 
     logits: Any
     forward_s: float
@@ -69,11 +81,12 @@ class Evaluator:
         self.n_vocab = 1  # ids that need a logit of their own; known once the basis is
         self._deadline = deadline
         self._region: SharedRegion | None = None
+        self._copy: Any = None  # uint8 tensor: the last logits' bytes
         self._private = tempfile.TemporaryDirectory(prefix="prism-evaluator-")
         bundle_dir = Path(self._private.name) / "bundle"
         bundle.write_to(bundle_dir, ("architecture.py",))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = wire.Channel(ours)
+        self._channel = wire.Channel(ours, descriptors=False)
         command = [sys.executable, "-m", "prism_fast.harness.evaluator", str(theirs.fileno())]
         with open(log_path, "ab") as log, theirs:
             self.process = subprocess.Popen(
@@ -96,7 +109,7 @@ class Evaluator:
                 "local_rank": rank,
             },
         )
-        self._born = False
+        self._importing = self._born = False
 
     def set_deadline(self, deadline: Callable[[], float]) -> None:
         """From now on, answers must have come by `deadline()`, monotonic seconds."""
@@ -105,43 +118,66 @@ class Evaluator:
     def wait_until_born(self) -> None:
         """Blocks until `build_model` has returned there."""
         if not self._born:
+            self._receive(wire.IMPORTING)
+            self._importing = True
             self._receive(wire.BORN)
             self._born = True
 
     def adopt(self, layout: Any, region: SharedRegion, *, check_init: bool) -> None:
         """Makes the evaluator's model read its state from `region`. Raises what the evaluator refuses it with."""
         self.wait_until_born()
-        self._channel.send_json(wire.ADOPT, {"layout": layout, "check_init": check_init}, fd=region.fd)
+        self._send(wire.ADOPT, orjson.dumps({"layout": layout, "check_init": check_init}), fd=region.fd)
         self._receive(wire.ADOPTED)
 
     def predict(self, tokens: Any, autocast: int = 0) -> Prediction:
-        """`tokens`: int64 numpy [rows, width]. Raises BundleFailed, BundleRejected, BudgetExceeded."""
+        """`tokens`: int64 numpy [rows, width]. Raises BundleFailed, BundleRejected, BudgetExceeded.
+
+        The logits are copied out of the shared memory before anything reads them: the evaluator may go on writing
+        there, and would otherwise be scored on one answer and probed on another.
+        """
         self.wait_until_born()
         rows, width = tokens.shape
-        self._channel.send(wire.PREDICT, wire.PREDICT_RECORD.pack(rows, width, autocast) + tokens.tobytes())
+        self._send(wire.PREDICT, wire.PREDICT_RECORD.pack(rows, width, autocast) + tokens.tobytes())
         frame = self._receive(wire.LOGITS, wire.NEED)
         if frame.kind == wire.NEED:
-            dtype, shape = self._checked(frame, rows, width)
+            dtype, shape, _ = self._checked(frame, rows, width)
             size = LOGIT_DTYPES[dtype] * shape[0] * shape[1] * shape[2]
             if size > MAX_LOGITS_BYTES:
                 raise BundleFailed(
                     f"the model's logits take {size:,} bytes a batch; at most {MAX_LOGITS_BYTES:,} can be scored",
                     rule=c.RULE_RESOURCE_OOM,
                 )
+            if self._region is not None:
+                self._region.close()
             self._region = SharedRegion.create("prism-logits", size)
-            self._channel.send(wire.REGION, fd=self._region.fd)
+            self._send(wire.REGION, fd=self._region.fd)
             frame = self._receive(wire.LOGITS)
-        dtype, shape = self._checked(frame, rows, width)
+        dtype, shape, forward_s = self._checked(frame, rows, width)
         if self._region is None or self._region.size < LOGIT_DTYPES[dtype] * shape[0] * shape[1] * shape[2]:
             raise BundleFailed("the evaluator announced logits it has no memory for", rule=c.RULE_OUTPUT_SHAPE)
         import torch
 
-        logits = self._region.tensor(getattr(torch, dtype), shape, (shape[1] * shape[2], shape[2], 1), 0)
-        return Prediction(logits, float(frame.json()["forward_s"]))
+        shared = self._region.tensor(getattr(torch, dtype), shape, (shape[1] * shape[2], shape[2], 1), 0)
+        size = shared.numel() * shared.element_size()
+        if self._copy is None or self._copy.numel() < size:
+            self._copy = torch.empty(size, dtype=torch.uint8)
+        return Prediction(self._copy[:size].view(shared.dtype).view(shape).copy_(shared), forward_s)
 
-    def _checked(self, frame: wire.Frame, rows: int, width: int) -> tuple[str, tuple[int, int, int]]:
-        document = frame.json()
-        dtype, shape = document["dtype"], tuple(document["shape"])
+    def _send(self, kind: int, body: bytes = b"", *, fd: int | None = None) -> None:
+        try:
+            self._channel.send(kind, body, fd=fd, timeout=max(0.001, self._deadline() - monotonic()))
+        except TimeoutError:
+            raise self._too_late() from None
+        except OSError:
+            raise self._post_mortem() from None
+
+    def _checked(self, frame: wire.Frame, rows: int, width: int) -> tuple[str, tuple[int, int, int], float]:
+        try:
+            document = frame.json()
+            dtype, shape = str(document["dtype"]), tuple(document["shape"])
+            forward_s = float(document.get("forward_s", 0.0))
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
+            raise self._out_of_turn(frame) from None
         good = dtype in LOGIT_DTYPES and len(shape) == 3 and shape[:2] == (rows, width) and isinstance(shape[2], int)
         if not good:
             raise BundleFailed(
@@ -153,27 +189,32 @@ class Evaluator:
                 f"the model's logits are {shape[2]} wide; the tokenizer has {self.n_vocab} ids and each needs its own",
                 rule=c.RULE_VOCAB_MISMATCH,
             )
-        return dtype, shape  # type: ignore[return-value]
+        return dtype, shape, forward_s  # type: ignore[return-value]
 
     def _receive(self, *kinds: int) -> wire.Frame:
         try:
             frame = self._channel.receive(max(0.001, self._deadline() - monotonic()))
         except TimeoutError:
-            raise BudgetExceeded(
-                f"the model was still predicting at the end of the run's time ({c.MARKER_BUDGET_EXCEEDED})",
-                rule=c.RULE_BUDGET_EXCEEDED,
-            ) from None
+            raise self._too_late() from None
         except (wire.PeerClosed, wire.FrameError, BrokenPipeError):
             raise self._post_mortem() from None
         try:
             if frame.kind == wire.FAULT:
-                fault = frame.json()
-                raise FAULT_KINDS[fault["kind"]](fault["message"], rule=fault["rule"])
+                raise reported_fault(frame.json(), ours_possible=not self._importing)
             if frame.kind in kinds:
                 return frame
-        except (orjson.JSONDecodeError, KeyError, TypeError):
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             pass
-        raise BundleFailed(f"the evaluator sent a frame of kind {frame.kind} out of turn", rule=c.RULE_RUNTIME_ERROR)
+        raise self._out_of_turn(frame)
+
+    def _out_of_turn(self, frame: wire.Frame) -> BundleFailed:
+        return BundleFailed(f"the evaluator sent a frame of kind {frame.kind} out of turn", rule=c.RULE_RUNTIME_ERROR)
+
+    def _too_late(self) -> BudgetExceeded:
+        return BudgetExceeded(
+            f"the model was still predicting at the end of the run's time ({c.MARKER_BUDGET_EXCEEDED})",
+            rule=c.RULE_BUDGET_EXCEEDED,
+        )
 
     def _post_mortem(self) -> BundleFailed:
         try:

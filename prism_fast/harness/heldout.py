@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from prism_fast.harness.evaluator_client import Evaluator
-from prism_fast.harness.probes import ProbePlan, broken_rule
+from prism_fast.harness.probes import ProbePlan, TokenFrequencies, broken_rule
 from prism_fast.harness.shared_memory import SharedRegion
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import EngineFault
@@ -115,6 +115,7 @@ class Pass:
         documents: Documents,
         seq_len: int,
         eot: int,
+        n_vocab: int,
         before_batch: Callable[[], None],
     ) -> None:
         self.nats = np.zeros(len(documents))  # per document
@@ -126,22 +127,26 @@ class Pass:
         row_nats = np.zeros(len(rows))
         batches = list(micro_batches(rows))
         plan = ProbePlan(len(batches))
+        frequencies = TokenFrequencies(n_vocab)
+        frequencies.add(documents.ids.astype(np.int64))
         for i, batch in enumerate(batches):
             before_batch()
             tokens, targets = documents.batch(rows[batch], eot)
             logits = evaluator.predict(tokens).logits
-            row_nats[batch] = self._measure(logits, targets)
+            nll = self._measure(logits, targets)
+            row_nats[batch] = np.cumsum(nll, axis=1)[:, -1]
             if shadow is not None and plan.probes(i):
                 self.probes += 1
                 filler = documents.filler(plan, tokens.size)
-                rule = broken_rule(logits, tokens, filler, plan.cut(tokens.size), shadow)
+                cut = plan.cut_after(frequencies.nats(targets) - nll)
+                rule = broken_rule(logits, tokens, filler, cut, shadow)
                 self.broken |= {rule} if rule else set()
         np.add.at(self.nats, rows[:, 0], row_nats)
         self.rows = len(rows)
         self.bytes = int(documents.utf8_bytes.sum())
 
     def _measure(self, logits: Any, targets: np.ndarray) -> np.ndarray:
-        """-> nats of each row, left to right, so that padding changes no bit. A faulty target costs 2 ln V."""
+        """-> nats of each target, 0 where there is none. A faulty target costs 2 ln V."""
         import torch
 
         from prism_fast.kernels import token_nll
@@ -156,7 +161,7 @@ class Pass:
         self.tokens += int(scored.sum())
         nll[bad] = c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
         nll[~scored] = 0.0
-        return np.cumsum(nll, axis=1)[:, -1]
+        return nll
 
     @property
     def code_length(self) -> CodeLength:
@@ -205,10 +210,11 @@ def score_heldout(
     began = monotonic()
     val = Documents.read(val_corpus, "val", basis, val_byte_budget)
     prefix = Documents.read(corpus, "train", basis, int(val.utf8_bytes.sum()))
-    twin = Pass(evaluator, None, val, seq_len, basis_tokenizer.eot, before_batch)
+    text = (seq_len, basis_tokenizer.eot, basis_tokenizer.n_vocab, before_batch)
+    twin = Pass(evaluator, None, val, *text)
     evaluator.adopt(layout, weights, check_init=False)
-    trained = Pass(evaluator, shadow, val, seq_len, basis_tokenizer.eot, before_batch)
-    converged = Pass(evaluator, shadow, prefix, seq_len, basis_tokenizer.eot, before_batch)
+    trained = Pass(evaluator, shadow, val, *text)
+    converged = Pass(evaluator, shadow, prefix, *text)
     np.savez_compressed(
         run_dir / c.HELDOUT_DOCUMENTS_FILE, utf8_bytes=val.utf8_bytes, nats_trained=trained.nats, nats_twin=twin.nats
     )

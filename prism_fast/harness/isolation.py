@@ -37,6 +37,7 @@ SYSTEM_FILES = (
     "/sys/devices/system",
     "/etc/hosts",
 )
+TMPFS_BYTES = 4 << 30  # of each private directory: they take memory
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
@@ -123,10 +124,8 @@ class Sandbox:
             "/proc",
             "--dev",
             "/dev",
-            "--tmpfs",
-            "/tmp",
-            "--tmpfs",
-            "/dev/shm",
+            *_tmpfs("/tmp"),
+            *_tmpfs("/dev/shm"),
         ]
         for path in SYSTEM_PATHS:
             if os.path.islink(path):
@@ -148,6 +147,17 @@ class Sandbox:
             elif hidden.exists():
                 arguments += ["--ro-bind", "/dev/null", str(hidden)]
         return arguments
+
+
+def _tmpfs(path: str) -> list[str]:
+    return [*(("--size", str(TMPFS_BYTES)) if _bwrap_knows_sizes() else ()), "--tmpfs", path]
+
+
+@cache
+def _bwrap_knows_sizes() -> bool:
+    """bwrap 0.7 and later."""
+    bwrap = shutil.which("bwrap")
+    return bwrap is not None and "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
 
 
 def _bind(option: str, path: Path) -> list[str]:

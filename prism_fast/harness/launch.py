@@ -25,7 +25,7 @@ import orjson
 
 from prism_fast.harness import wire
 from prism_fast.harness.die_with_parent import adopt_orphans
-from prism_fast.harness.evaluator_client import FAULT_KINDS
+from prism_fast.harness.evaluator_client import reported_fault
 from prism_fast.harness.interrupt import StopFlag
 from prism_fast.harness.isolation import Sandbox
 from prism_fast.harness.ledger import Ledger
@@ -44,6 +44,9 @@ from prism_fast.protocol.run_spec import RunSpec
 POLL_S = 0.1
 QUOTA_EVERY_S = 1.0
 EXIT_GRACE_S = 10.0  # from the last rank's `done` to torchrun's own exit
+SEND_TIMEOUT_S = 20.0  # a rank reads what it asked for at once
+MAX_DEPTH = 64  # of directories in the artifacts
+BLOCK_BYTES = 4096
 
 
 @dataclass
@@ -60,14 +63,52 @@ class TrainerResult:
 
 
 def directory_bytes(path: Path) -> int:
-    """Bytes allocated or claimed (whichever is more) by the regular files below `path`; links are not followed."""
-    total = 0
-    for root, _, files in os.walk(path):
-        for name in files:
-            with contextlib.suppress(OSError):
-                st = os.lstat(os.path.join(root, name))
-                total += max(st.st_size, st.st_blocks * 512)
+    """Bytes allocated or claimed (whichever is more) below `path`; links are not followed.
+
+    Every entry takes a block at least, so that empty files count, and a directory too deep to look into counts as all
+    there is.
+    """
+    total, todo = 0, [(str(path), 0)]
+    while todo:
+        directory, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            return 1 << 62
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    st = entry.stat(follow_symlinks=False)
+                    total += max(st.st_size, st.st_blocks * 512, BLOCK_BYTES)
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append((entry.path, depth + 1))
     return total
+
+
+def _number(document: Any, name: str, low: float = 0.0) -> float:
+    """A finite number that a rank reported. Raises KeyError, TypeError, ValueError."""
+    value = document[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e18:
+        raise ValueError(f"{name}={value!r}")
+    return value
+
+
+def started_facts(document: Any) -> dict[str, Any]:
+    """A STARTED body, held to its types: a rank is not trusted with what the manifest is made of."""
+    return {"bundle_import_s": _number(document, "bundle_import_s")}
+
+
+def done_facts(document: Any) -> dict[str, Any]:
+    """A DONE body, held to its types. Raises KeyError, TypeError, ValueError."""
+    facts = {
+        name: None if document[name] is None else int(_number(document, name))
+        for name in ("peak_vram_bytes", "peak_vram_reserved_bytes")
+    }
+    returned = document["returned"]
+    return {
+        **facts,
+        "peak_rss_bytes": int(_number(document, "peak_rss_bytes")),
+        "stopped_reason": str(document["stopped_reason"])[:100],
+        "returned": None if returned is None else str(returned)[:1000],
+    }
 
 
 class Trainer:
@@ -173,7 +214,13 @@ class Trainer:
         while True:
             for key, _ in selector.select(POLL_S):
                 if key.data is None:
-                    connection = wire.Channel(server.accept()[0])
+                    connection = wire.Channel(server.accept()[0], descriptors=False)
+                    if len(self._ranks) == spec.world_size:
+                        connection.close()
+                        raise BundleFailed(
+                            "a process that is not a rank of this run connected to the referee",
+                            rule=c.RULE_RUNTIME_ERROR,
+                        )
                     self._ranks[connection] = None
                     selector.register(connection, selectors.EVENT_READ, connection)
                 else:
@@ -198,9 +245,12 @@ class Trainer:
 
     def _check_quota(self) -> None:
         used = directory_bytes(Path(self.job["artifacts_dir"]))
+        for log in (c.TRAINER_LOG_FILE, c.EVALUATOR_LOG_FILE):
+            with contextlib.suppress(OSError):
+                used += (self.run_dir / log).stat().st_size
         if used > self.spec.artifacts_quota_bytes:
-            self.fault = ArtifactsQuotaExceeded(
-                f"the bundle wrote {used:,} bytes of artifacts; the quota is {self.spec.artifacts_quota_bytes:,} "
+            raise ArtifactsQuotaExceeded(
+                f"the bundle wrote {used:,} bytes of artifacts and output; the quota is {self.spec.artifacts_quota_bytes:,} "
                 f"({c.MARKER_ARTIFACTS_QUOTA})",
                 rule=c.RULE_ARTIFACTS_QUOTA,
             )
@@ -276,20 +326,23 @@ class Trainer:
             if self._stop_reason is not None:
                 self._send_stop(self._stop_reason)
         elif kind == wire.FAULT:
-            self._take_fault(frame.json())
+            self._take_fault(rank, frame.json())
         elif rank is None:
             raise wire.FrameError(f"a frame of kind {kind} came before hello")
         elif kind == wire.STEPPED:
-            self.ledger.observe(frame.body)
+            self.ledger.observe(rank, frame.body)
         elif kind == wire.READY:
             index, autocast = wire.READY_RECORD.unpack(frame.body)
             self._take_ready(rank, index, autocast)
         elif kind == wire.STARTED:
-            self.result.started[rank] = frame.json()
-            if self._started_at is None:
-                self._started_at = monotonic()
+            if rank in self.result.started:
+                raise wire.FrameError(f"rank {rank} started twice")
+            self.result.started[rank] = started_facts(frame.json())
+            self._start_clock()
         elif kind == wire.DONE:
-            self.result.done[rank] = frame.json()
+            if rank not in self.result.started or rank in self.result.done:
+                raise wire.FrameError(f"rank {rank} was done before it started, or twice")
+            self.result.done[rank] = done_facts(frame.json())
             self.result.train_s = monotonic() - (self._started_at or monotonic())
         elif kind == wire.PREDICTED and self.session is None:
             self.ledger.add(rank, frame.body)
@@ -297,20 +350,41 @@ class Trainer:
             if self.result.model is None or rank == 0:
                 self.result.model = frame.json()
         elif kind == wire.SHARE and self.session is not None:
-            connection.send(wire.REGION, fd=self.session.share(rank, frame.json()).fd)
+            self._start_clock()
+            region = self.session.share(rank, frame.json())
+            self._answer(connection, wire.REGION, fd=region.fd)
         elif kind == wire.MAPPED and self.session is not None:
             self.session.mapped(rank)
         else:
             raise wire.FrameError(f"a frame of kind {kind} is not the referee's to receive in {self.spec.seal} mode")
 
-    def _take_fault(self, fault: dict[str, Any]) -> None:
+    def _start_clock(self) -> None:
+        """The budget runs from the first sign of train(ctx), whatever a rank says of it."""
+        if self._started_at is None:
+            self._started_at = monotonic()
+
+    def _take_fault(self, rank: int | None, fault: dict[str, Any]) -> None:
         if self.fault is not None:
             return
-        message = fault["message"] if self.spec.world_size == 1 else f"rank {fault['rank']}: {fault['message']}"
-        self.fault = FAULT_KINDS[fault["kind"]](message, rule=fault["rule"])
+        # Open mode has the data and the scorer in the rank itself, so an error there may well be ours.
+        ours_possible = self.session is None or rank is None or self.stop.reason is not None
+        message = fault["message"] if self.spec.world_size == 1 or rank is None else f"rank {rank}: {fault['message']}"
+        self.fault = reported_fault({**fault, "message": message}, ours_possible=ours_possible)
+
+    def _answer(self, connection: wire.Channel, kind: int, body: bytes = b"", *, fd: int | None = None) -> None:
+        """Answers a rank that waits for it. One that does not read must not hold the referee up."""
+        try:
+            connection.send(kind, body, fd=fd, timeout=SEND_TIMEOUT_S)
+        except TimeoutError:
+            raise BundleFailed(
+                f"rank {self._ranks[connection]} did not read the answer it asked for", rule=c.RULE_RUNTIME_ERROR
+            ) from None
+        except OSError:
+            pass  # it is gone, which its socket says next
 
     def _take_ready(self, rank: int, index: int, autocast: int) -> None:
-        if not self._asked or autocast >= len(wire.AUTOCAST):
+        due = self.session is None or index == self.ledger.batches
+        if not self._asked or autocast >= len(wire.AUTOCAST) or not due:
             raise wire.FrameError(f"rank {rank} asked for batch {index} out of turn")
         waiting = self._ready.setdefault(index, {})
         waiting[rank] = autocast
@@ -325,11 +399,10 @@ class Trainer:
         for connection, to in self._ranks.items():
             if to is None or to in self._closed_ranks:
                 continue
-            with contextlib.suppress(OSError):
-                if isinstance(answer, str):
-                    connection.send_json(wire.STOP, {"reason": answer})
-                else:
-                    connection.send(wire.GO if self.session is None else wire.BATCH, answer[to])
+            if isinstance(answer, str):
+                self._answer(connection, wire.STOP, orjson.dumps({"reason": answer}))
+            else:
+                self._answer(connection, wire.GO if self.session is None else wire.BATCH, answer[to])
 
     def _send_stop(self, reason: str) -> None:
         """Ranks that ask for batches hear it in the next answer, all of them the same; a single open rank at once."""
@@ -345,6 +418,8 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- end
 
     def _check_end(self, returncode: int | None) -> None:
+        if self.fault is None or isinstance(self.fault, BundleFailed):
+            self._check_quota()  # a bundle that fills its artifacts and dies of it, or does so in its last moment
         if self.fault is not None:
             raise self.fault
         missing = [r for r in range(self.spec.world_size) if r not in self.result.done]
@@ -357,6 +432,9 @@ class Trainer:
                 f"rank {missing[0]} ended without saying why (torchrun's code {returncode}); see {c.TRAINER_LOG_FILE}",
                 rule=c.RULE_RUNTIME_ERROR,
             )
+        if self.session is not None:
+            for done in self.result.done.values():
+                done["stopped_reason"] = self.session.stopped_reason or c.STOP_BUNDLE_RETURNED
         if self.ledger.incomplete_indices:
             raise BundleFailed(
                 f"the ranks did not take equal steps: {self.ledger.incomplete_indices} batches lack a rank's record",

@@ -58,6 +58,7 @@ class Ledger:
         self.nan_inf_batches = 0
         self.step0_loss = math.nan
         self._next = [0] * world_size
+        self._observed = [0] * world_size
         self._waiting: dict[int, dict[int, np.void]] = {}
         self.chain = layout.CHAIN_SEED  # the last link
         self._unchained = bytearray()
@@ -115,10 +116,23 @@ class Ledger:
             self.step0_loss = first_nats / first_tokens if first_tokens else math.nan
         self.batches += 1
 
-    def observe(self, body: bytes) -> None:
-        """Takes one STEPPED record: written as it comes, never summed."""
+    def observe(self, rank: int, body: bytes) -> None:
+        """Takes one STEPPED record: written as it comes, never summed, one a batch and in order.
+
+        What a rank measures of itself is its word, but it cannot break the documents made of it or fill the disk.
+        Raises ValueError for what no honest rank sends.
+        """
         if len(body) != layout.OBSERVATIONS_DTYPE.itemsize:
-            raise EngineFault(f"an observation record has {len(body)} bytes")
+            raise ValueError(f"an observation of {len(body)} bytes")
+        record = np.frombuffer(body, layout.OBSERVATIONS_DTYPE)[0]
+        index = int(record["index"])
+        if index != self._observed[rank] or index > self._next[rank] + MAX_RANK_SKEW or int(record["rank"]) != rank:
+            raise ValueError(f"an observation of batch {index}, rank {int(record['rank'])}, out of turn")
+        if not all(
+            0.0 <= float(record[name]) < 1e18 for name in layout.OBSERVATIONS_DTYPE.names or () if name[-2:] == "_s"
+        ):
+            raise ValueError(f"an observation of batch {index} with a time that is none")
+        self._observed[rank] += 1
         self._write(c.OBSERVATIONS_FILE, body)
 
     def _write(self, name: str, record: bytes) -> None:

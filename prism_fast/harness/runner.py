@@ -23,6 +23,7 @@ import orjson  # noqa: E402
 
 from prism_fast.harness import wire  # noqa: E402
 from prism_fast.harness.die_with_parent import die_with_parent  # noqa: E402
+from prism_fast.harness.limits import limit_process  # noqa: E402
 from prism_fast.protocol import constants as c  # noqa: E402
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, PrismError  # noqa: E402
 
@@ -32,10 +33,14 @@ ENGINE_FILES = tuple(
     str(PACKAGE / p) for p in ("data", "harness/instrument.py", "harness/open_source.py", "harness/predictor.py")
 )
 
+FILE_BYTES_OVER_QUOTA = 1 << 26  # the referee ends a run over its quota by name; the limit only bounds how far over
+
 
 def main() -> int:
     die_with_parent()
     job = orjson.loads(Path(os.environ["PRISM_RUN_JOB"]).read_bytes())
+    if job["spec"]["seal"] == "sealed":
+        limit_process(FILE_BYTES_OVER_QUOTA + 2 * job["spec"]["artifacts_quota_bytes"])
     rank = int(os.environ.get("RANK", "0"))
     channel = wire.RunnerChannel(job["socket"])
     try:
@@ -202,7 +207,7 @@ def _save_weights(model: Any, path: str) -> None:
 
 
 def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str, str]:
-    """-> (rule, kind, one sentence). Kind: one of evaluator_client.FAULT_KINDS."""
+    """-> (rule, kind, one sentence). Kind: rejected, failed, quota or engine (evaluator_client.reported_fault)."""
     import torch
 
     if isinstance(error, BundleRejected):

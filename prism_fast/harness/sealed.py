@@ -8,6 +8,7 @@ Logits for batch k exist, and are scored, before the trainer's process has seen 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable
@@ -23,13 +24,14 @@ from prism_fast.harness.bundle import Bundle
 from prism_fast.harness.evaluator_client import Evaluator
 from prism_fast.harness.isolation import Sandbox
 from prism_fast.harness.ledger import Ledger, pack_record
-from prism_fast.harness.probes import ProbePlan, broken_rule
+from prism_fast.harness.probes import ProbePlan, TokenFrequencies, broken_rule
 from prism_fast.harness.shared_memory import SharedRegion
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleFailed, BundleRejected
 from prism_fast.protocol.run_spec import RunSpec
 
 MIN_REGION_LIMIT = 1 << 30
+MAX_BATCH_SIZE = 65535
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class SealedSession:
         self.scorer_threads = scorer_threads  # of this process; they never change a figure
         self.spec, self.data, self.ledger = spec, data, ledger
         self.violations: list[str] = []
+        self.stopped_reason: str | None = None  # as the ranks were told; None: they were always given a batch
         self.probes = 0
         self.head_width = 0
         self.model: dict[str, Any] | None = None
@@ -94,6 +97,7 @@ class SealedSession:
         self._ranks = [_Rank(start(rank)) for rank in range(spec.world_size)]
         self.shadow = start(0)
         self._plan: ProbePlan | None = None
+        self._buffer_digests: dict[str, bytes] = {}
         self._filler: Any = None
         self._tokens_seen = 0
         # Importing torch takes as long as the children's own start: it runs beside them.
@@ -111,32 +115,53 @@ class SealedSession:
 
         torch.set_num_threads(self.scorer_threads)
 
+        state = self._ranks[rank]
+        if state.region is not None:
+            raise BundleFailed(f"rank {rank} described its weights twice", rule=c.RULE_RUNTIME_ERROR)
+        request = checked_request(document, self.spec)
         entries = from_json(document["layout"])
-        parameters = {e.offset: math.prod(e.shape) for e in entries if e.is_parameter and e.nbytes}
-        count = sum(parameters.values())
-        if count > self.spec.max_parameters:
-            raise BundleRejected(
-                f"the model has {count:,} parameters; the {self.spec.param_ladder_stage} stage allows at most "
-                f"{self.spec.max_parameters:,} ({c.MARKER_PARAM_CAP})",
-                rule=c.RULE_PARAM_CAP,
-            )
+        count = self._check_cap({e.offset: e.numel for e in entries if e.is_parameter and e.nbytes})
         size, limit = region_bytes(entries), max(MIN_REGION_LIMIT, 16 * self.spec.max_parameters)
         if size > limit:
             raise BundleRejected(
                 f"the model's state takes {size:,} bytes; at most {limit:,} are shared", rule=c.RULE_PARAM_CAP
             )
-        state = self._ranks[rank]
         state.region = SharedRegion.create("prism-weights", size)
-        state.layout, state.request = document["layout"], {**document, "model_params": count}
+        state.layout, state.request = document["layout"], {**request, "model_params": count}
         return state.region
+
+    def _check_cap(self, sizes: dict[int, int]) -> int:
+        """`sizes`: elements by place in the region. -> their sum; raises BundleRejected above the cap."""
+        count = sum(sizes.values())
+        if count > self.spec.max_parameters:
+            raise BundleRejected(
+                f"the model trains {count:,} parameters; the {self.spec.param_ladder_stage} stage allows at most "
+                f"{self.spec.max_parameters:,} ({c.MARKER_PARAM_CAP})",
+                rule=c.RULE_PARAM_CAP,
+            )
+        return count
+
+    def check_trained_state(self) -> None:
+        """Whatever has changed since the forced init was trained, buffers too, and counts towards the cap."""
+        from prism_fast.harness.state_layout import from_json
+
+        state = self._ranks[0]
+        if state.region is None or not self._buffer_digests:
+            return
+        sizes = {
+            e.offset: e.numel
+            for e in from_json(state.layout)
+            if e.is_parameter or self._buffer_digests.get(e.name) != _digest(e, state.region)
+        }
+        self._check_cap(sizes)
 
     def mapped(self, rank: int) -> None:
         """The rank has its weights in the region: nobody else may write there, and the evaluators adopt them."""
         from prism_fast.data.stream import TokenStream
 
         state = self._ranks[rank]
-        if state.region is None or state.request is None:
-            raise BundleFailed("a rank mapped weights it had not described", rule=c.RULE_RUNTIME_ERROR)
+        if state.region is None or state.request is None or state.stream is not None:
+            raise BundleFailed("a rank mapped weights it had not described, or twice", rule=c.RULE_RUNTIME_ERROR)
         state.region.close_to_writers()
         basis = state.request["basis"]
         n_vocab = self.data.basis_tokenizer(basis).n_vocab
@@ -145,6 +170,12 @@ class SealedSession:
             evaluator.adopt(state.layout, state.region, check_init=True)
         state.stream = self._open_stream(TokenStream, state.request, rank)
         if rank == 0:
+            from prism_fast.harness.state_layout import from_json
+
+            self._buffer_digests = {
+                e.name: _digest(e, state.region) for e in from_json(state.layout) if not e.is_parameter
+            }
+            self._seen = TokenFrequencies(n_vocab)
             self._plan = ProbePlan(min(len(state.stream), self._batches_at_most(state.request)))
             self._filler = self._open_filler(TokenStream, state.request, len(state.stream))
 
@@ -181,6 +212,16 @@ class SealedSession:
 
     def hand_out(self, index: int, autocast: dict[int, int], stop: str | None) -> dict[int, bytes] | str:
         """Every rank has asked for batch `index`: -> each rank's BATCH body, or why there is none."""
+        answer = self._hand_out(index, autocast, stop)
+        if isinstance(answer, str):
+            self.stopped_reason = self.stopped_reason or answer
+        return answer
+
+    def _hand_out(self, index: int, autocast: dict[int, int], stop: str | None) -> dict[int, bytes] | str:
+        if index != self.ledger.batches:
+            raise BundleFailed(
+                f"batch {index} was asked for; the next one is {self.ledger.batches}", rule=c.RULE_RUNTIME_ERROR
+            )
         if any(self._ranks[r].stream is None for r in autocast):
             raise BundleFailed("a batch was asked for before the weights were shown", rule=c.RULE_RUNTIME_ERROR)
         spec = self.spec
@@ -223,7 +264,11 @@ class SealedSession:
         self._tokens_seen += rows * width
         t3 = perf_counter()
         if rank == 0 and self._plan is not None and self._plan.probes(index):
-            self._probe(block.tokens, prediction.logits, autocast)
+            self.check_trained_state()
+            surprise = self._seen.nats(block.targets) - nll.numpy()
+            self._probe(block.tokens, prediction.logits, surprise, autocast)
+        if rank == 0:
+            self._seen.add(block.targets)
         t4 = perf_counter()
         return wire.BATCH_RECORD.pack(index, rows, width, t1 - t0, t2 - t1 + t4 - t3, t3 - t2) + block.tokens.tobytes()
 
@@ -243,14 +288,15 @@ class SealedSession:
             "backends": {"token_nll": backend_for(torch.device("cpu")).name},
         }
 
-    def _probe(self, tokens: np.ndarray, logits: Any, autocast: int) -> None:
+    def _probe(self, tokens: np.ndarray, logits: Any, surprise: np.ndarray, autocast: int) -> None:
         assert self._plan is not None
         block = next(self._filler, None)
         if block is None:
             self._filler = self._open_stream(type(self._filler), self._ranks[0].request or {}, 0)
             block = next(self._filler)
         self.probes += 1
-        rule = broken_rule(logits, tokens, block.tokens, self._plan.cut(tokens.size), self.shadow, autocast)
+        cut = self._plan.cut_after(surprise)
+        rule = broken_rule(logits, tokens, block.tokens, cut, self.shadow, autocast)
         if rule is not None and rule not in self.violations:
             self.violations.append(rule)
 
@@ -281,6 +327,38 @@ class SealedSession:
             if state.stream is not None:
                 state.stream.close()
         self.shadow.close()
+
+
+def checked_request(document: Any, spec: RunSpec) -> dict[str, Any]:
+    """What a trainer asked for, held to the same bounds that its own process should have held it to.
+
+    Raises BundleRejected; KeyError or TypeError for what is not a request at all.
+    """
+    request = {name: document[name] for name in ("batch_size", "seq_len", "basis")}
+    for name, low, high in (("seq_len", 2, spec.sequence_length), ("batch_size", 1, MAX_BATCH_SIZE)):
+        if type(request[name]) is not int or not low <= request[name] <= high:
+            raise BundleRejected(
+                f"the trainer asked for {name}={request[name]!r}; expected {low} to {high}", rule=c.RULE_BATCH_REQUEST
+            )
+    if spec.batch_size not in (None, request["batch_size"]):
+        raise BundleRejected(
+            f"the trainer asked for batch_size={request['batch_size']}; this run pins it to {spec.batch_size}",
+            rule=c.RULE_BATCH_REQUEST,
+        )
+    if request["basis"] not in (("bytes",) if spec.tokenizer == "bytes" else ("bytes", "tokens")):
+        raise BundleRejected(f"the trainer asked for the basis {request['basis']!r}", rule=c.RULE_TOKENIZER)
+    return request
+
+
+def _digest(entry: Any, region: SharedRegion) -> bytes:
+    view = entry.view(region).detach().contiguous().flatten()
+    return hashlib.blake2b(_bytes_of(view)).digest()
+
+
+def _bytes_of(flat: Any) -> Any:
+    import torch
+
+    return flat.view(torch.uint8).numpy()
 
 
 def _import_torch() -> None:

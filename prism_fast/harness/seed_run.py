@@ -29,6 +29,7 @@ from prism_fast.protocol.score import HeldOut, Score, compute_score
 
 ASSETS = Path(prism_fast.__file__).parent / "data" / "assets"
 HELDOUT_ANSWER_SECONDS = 300.0  # one held-out forward, and building the model before the first
+HELDOUT_SECONDS = 600.0  # all of held-out scoring, plus twice what training was given
 PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "TZ")
 PASSED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TRITON_", "TORCHINDUCTOR_")
 
@@ -111,6 +112,7 @@ class SeedRun:
             )
             trained = trainer.run()
         if self.session is not None:
+            self.session.check_trained_state()
             self.session.save_weights(self.run_dir / c.WEIGHTS_FILE)
         return trained
 
@@ -150,6 +152,11 @@ class SeedRun:
             if self.stop.reason is not None and not stopped_before:
                 raise EngineFault("interrupted in held-out scoring: the run is left without a score")
 
+        end = monotonic() + HELDOUT_SECONDS + 2 * spec.budget_seconds
+
+        def deadline() -> float:
+            return min(monotonic() + HELDOUT_ANSWER_SECONDS, end)
+
         evaluator = Evaluator(
             spec,
             prepared.bundle,
@@ -157,7 +164,7 @@ class SeedRun:
             self.environment,
             self.run_dir / c.EVALUATOR_LOG_FILE,
             tokenizer_dir=str(ASSETS),
-            deadline=lambda: monotonic() + HELDOUT_ANSWER_SECONDS,
+            deadline=deadline,
         )
         try:
             import torch
@@ -167,7 +174,7 @@ class SeedRun:
             torch.set_num_threads(self.request.scorer_threads or usable_cpus())
             if self.session is not None:
                 layout, region = self.session.final_state()
-                self.session.shadow.set_deadline(lambda: monotonic() + HELDOUT_ANSWER_SECONDS)
+                self.session.shadow.set_deadline(deadline)
             else:
                 layout, region = load_state(self.run_dir / c.WEIGHTS_FILE)
             basis = "tokens" if spec.tokenizer == "bytes" else trained.model["basis"]

@@ -6,6 +6,7 @@ Adoption is strict: exactly the names of `build_model`'s own state, each in its 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ class Entry:
     stride: tuple[int, ...]
     offset: int
     is_parameter: bool
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it: a complex element is two."""
+        return math.prod(self.shape) * (2 if self.dtype.startswith("complex") else 1)
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ ADOPT = 48  # JSON: layout, check_init; carries the region's descriptor; answere
 PREDICT = 49  # PREDICT_RECORD, then int64 tokens; answered by LOGITS, or by NEED and, after REGION, LOGITS
 # evaluator -> referee
 BORN = 64  # JSON: the model is built
+IMPORTING = 68  # bundle code runs from here on: nothing that is said later can be held against the engine
 ADOPTED = 65  # JSON
 NEED = 66  # JSON: dtype, shape, bytes of the logits
 LOGITS = 67  # JSON: dtype, shape, forward_s
@@ -99,8 +100,10 @@ class FrameDecoder:
 class Channel:
     """One end of a connection. Either end may be polled (`receive_now`) or waited on (`receive`)."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, descriptors: bool = True) -> None:
+        """`descriptors`: whether the peer may send any; those of a peer that may not are discarded by the kernel."""
         self.socket = connection
+        self._ancillary_bytes = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS) if descriptors else 0
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
         self._fds: deque[int] = deque()
@@ -108,16 +111,21 @@ class Channel:
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send(self, kind: int, body: bytes = b"", *, fd: int | None = None) -> None:
+    def send(self, kind: int, body: bytes = b"", *, fd: int | None = None, timeout: float | None = None) -> None:
+        """Raises TimeoutError when the peer has not read enough after `timeout` seconds; the frame is then torn."""
         data = encode(kind, body)
-        if fd is None:
-            self.socket.sendall(data)
-        else:
-            sent = socket.send_fds(self.socket, [data], [fd])
-            self.socket.sendall(data[sent:])
+        self.socket.settimeout(timeout)
+        try:
+            if fd is None:
+                self.socket.sendall(data)
+            else:
+                sent = socket.send_fds(self.socket, [data], [fd])
+                self.socket.sendall(data[sent:])
+        finally:
+            self.socket.settimeout(None)
 
-    def send_json(self, kind: int, document: Any, *, fd: int | None = None) -> None:
-        self.send(kind, orjson.dumps(document, default=str), fd=fd)
+    def send_json(self, kind: int, document: Any, *, fd: int | None = None, timeout: float | None = None) -> None:
+        self.send(kind, orjson.dumps(document, default=str), fd=fd, timeout=timeout)
 
     def receive(self, timeout: float | None = None) -> Frame:
         """The next frame. Raises TimeoutError, PeerClosed, FrameError."""
@@ -145,7 +153,7 @@ class Channel:
     def _take(self, flags: int) -> None:
         try:
             # Not socket.recv_fds: up to Python 3.11 at least it drops its flags argument, and so blocks.
-            data, ancillary, _, _ = self.socket.recvmsg(RECEIVE_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), flags)
+            data, ancillary, _, _ = self.socket.recvmsg(RECEIVE_BYTES, self._ancillary_bytes, flags)
         except ConnectionError:
             raise PeerClosed from None
         for level, kind, payload in ancillary:

@@ -100,6 +100,7 @@ RULE_NONCAUSAL = "prism:noncausal"
 RULE_NONDETERMINISTIC = "prism:nondeterministic"
 RULE_DISTRIBUTED_CONTRACT = "prism:distributed-contract"
 RULE_RANK0_GUARD = "prism:distributed-rank0-guard"
+RULES = frozenset(value for name, value in list(globals().items()) if name.startswith("RULE_"))
 
 # Why the training loop stopped, in order of precedence
 STOP_TOKEN_BUDGET = "token_budget"

@@ -171,7 +171,9 @@ def fold_rows(
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     rows = Rows(logits)
-    rule = launch.rows_forward(device, shape.lanes, segments, load(logits, options, extras=scores.entropy is not None), n)
+    rule = launch.rows_forward(
+        device, shape.lanes, segments, load(logits, options, extras=scores.entropy is not None), n
+    )
     own = Parts(logits, n, segments) if parts is None and rule.programs > 1 else None
     used = parts or own
     nothing = {"parts": scores.loss, "part_stride": 0, "target_logit": scores.loss}
