@@ -12,6 +12,12 @@ import typer
 from prism_fast.protocol.errors import EXIT_BUNDLE_REJECTED, UsageError
 
 
+class Isolation(StrEnum):
+    auto = "auto"
+    bwrap = "bwrap"
+    none = "none"
+
+
 class Policy(StrEnum):
     reject = "reject"
     flag = "flag"
@@ -38,6 +44,7 @@ def check(
     tokenizer: Annotated[str, typer.Option(help="gpt2 or bytes.")] = "gpt2",
     steps: Annotated[int, typer.Option(min=4, help="Steps of each rank in the functional check.")] = 16,
     seq_len: Annotated[int, typer.Option(min=2, help="Sequence length of the functional check.")] = 64,
+    isolation: Annotated[Isolation, typer.Option(help="Sandbox around the functional check.")] = Isolation.auto,
     cache_dir: Annotated[Path | None, typer.Option(help="Where packed text is cached.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
 ) -> None:
@@ -65,11 +72,16 @@ def check(
         from prism_fast.data.corpus import resolve_data
         from prism_fast.data.tokenizers import reference_tokenizer
         from prism_fast.harness.functional_contract import Trial, advise_on_nccl, check_functional_contract
+        from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
 
         sizes = _sizes(worlds)
         with TerminalReporter() as reporter:
             vocabulary = reference_tokenizer(tokenizer)
-            trial = Trial(resolve_data(data, vocabulary, cache_dir, reporter.packing), vocabulary, steps, seq_len)
+            sandbox = resolve_isolation(isolation.value)
+            if sandbox == "none" and isolation is Isolation.auto:
+                reporter.warn(f"isolation: none, the bundle runs unsandboxed as this user: {bwrap_fault()}")
+            corpus = resolve_data(data, vocabulary, cache_dir, reporter.packing)
+            trial = Trial(corpus, vocabulary, sandbox, steps, seq_len)
             if functional:
                 runs = check_functional_contract(loaded, trial, sizes, reporter.stage)
                 document["functional"] = runs.as_dict()

@@ -18,11 +18,15 @@ from typing import Any
 import numpy as np
 
 import prism_fast
+from prism_fast.harness import wire
 from prism_fast.harness.bundle import Bundle
-from prism_fast.harness.launch import StopFlag, Trainer, TrainerResult
+from prism_fast.harness.interrupt import StopFlag
+from prism_fast.harness.isolation import Sandbox
+from prism_fast.harness.launch import Trainer, TrainerResult
 from prism_fast.harness.ledger import Ledger
-from prism_fast.harness.rank_report import digest_of_tokens
-from prism_fast.harness.referee import ScoreRequest, _environment, _Prepared
+from prism_fast.harness.rank_report import RankFacts, digest_of_tokens
+from prism_fast.harness.request import Prepared
+from prism_fast.harness.seed_run import ASSETS, bundle_environment
 from prism_fast.harness.static_contract import check_single_node
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import ledger as layout
@@ -114,10 +118,14 @@ class FunctionalReport:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a bundle is tried. `steps` per rank; `limit_s` from launch to the last rank's end, for each world size."""
+    """How a bundle is tried. `steps` per rank; `limit_s` from launch to the last rank's end, for each world size.
+
+    `isolation`: "bwrap" or "none".
+    """
 
     corpus: Any
     tokenizer: Any
+    isolation: str = "none"
     steps: int = STEPS
     sequence_length: int = SEQUENCE_LENGTH
     limit_s: float = LIMIT_S
@@ -155,22 +163,45 @@ def advise_on_nccl(bundle: Bundle, trial: Trial) -> RunReport:
 
 
 class _Trial(Trainer):
-    """A trainer that must be done by `limit_s`, start-up included, and remembers how torchrun ended."""
+    """A trainer that must be done by `limit_s`, start-up included, and keeps what the ranks say of themselves."""
 
     limit_s = LIMIT_S
     returncode: int | None = None
 
-    def _check_deadlines(self, now: float, began: float) -> None:
-        if now - began > self.limit_s:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reports: dict[int, RankFacts] = {}
+
+    def _take(self, connection: wire.Channel, frame: wire.Frame) -> None:
+        super()._take(connection, frame)
+        if frame.kind == wire.DONE and (rank := self._ranks[connection]) is not None:
+            self.reports[rank] = RankFacts.model_validate(frame.json()["rank_report"])
+
+    def _check_deadlines(self, now: float) -> None:
+        if now - self._began > self.limit_s:
             self.fault = BudgetExceeded(
                 f"still running after {self.limit_s:.0f} s, start-up included", rule=c.RULE_BUDGET_EXCEEDED
             )
         else:
-            super()._check_deadlines(now, began)
+            super()._check_deadlines(now)
 
     def _check_end(self, returncode: int | None) -> None:
         self.returncode = returncode
         super()._check_end(returncode)
+
+
+@dataclass(frozen=True)
+class _DataSandbox(Sandbox):
+    """The trainer's sandbox with a packed corpus to read: these ranks read the stream themselves."""
+
+    corpus: Path = Path()
+
+    def trainer(self, command: list[str], bundle_dir: Path, channel_dir: Path, artifacts_dir: Path) -> list[str]:
+        wrapped = super().trainer(command, bundle_dir, channel_dir, artifacts_dir)
+        if self.kind == "none":
+            return wrapped
+        at = wrapped.index("--")
+        return [*wrapped[:at], "--ro-bind", str(self.corpus), str(self.corpus), *wrapped[at:]]
 
 
 def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[str, str]) -> RunReport:
@@ -182,26 +213,27 @@ def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[s
         artifacts = run_dir / c.ARTIFACTS_DIR
         artifacts.mkdir(parents=True)
         bundle.write_to(Path(private) / "bundle")
-        prepared = _Prepared(bundle, trial.corpus, None, trial.tokenizer, "none")
-        environment = {**_environment(ScoreRequest(Path(), "", run_dir), prepared, spec, run_dir), **extra}
+        folder = Path(trial.corpus.folder).absolute()
+        prepared = Prepared(bundle, trial.corpus, None, trial.tokenizer, None, trial.isolation)
         ledger = Ledger(run_dir, world)
         trainer = _Trial(
             spec,
             {
                 "bundle_dir": str(Path(private) / "bundle"),
-                "corpus_dir": str(trial.corpus.folder),
-                "data_dir": str(trial.corpus.folder),
+                "corpus_dir": str(folder),
+                "data_dir": str(folder),
                 "artifacts_dir": str(artifacts),
-                "tokenizer_dir": str(Path(prism_fast.__file__).parent / "data" / "assets"),
-                "weights_path": str(Path(private) / c.WEIGHTS_FILE),
+                "tokenizer_dir": str(ASSETS),
+                "weights_path": str(artifacts / c.WEIGHTS_FILE),
                 "prefetch": 2,
                 "rank_report": True,
             },
             run_dir,
-            environment,
+            {**bundle_environment(prepared, spec, run_dir), "GLOO_SOCKET_IFNAME": "lo", **extra},
             ledger,
             StopFlag(),
             lambda seen, elapsed: None,
+            _DataSandbox(trial.isolation, corpus=folder),
         )
         trainer.limit_s = trial.limit_s if device == "cpu" else min(trial.limit_s, NCCL_LIMIT_S)
         try:
@@ -209,11 +241,10 @@ def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[s
         except EngineFault:
             raise
         except PrismError as error:
-            checks = _ended_early(error, artifacts)
-            return RunReport(world, backend, monotonic() - began, checks)
+            return RunReport(world, backend, monotonic() - began, _ended_early(error, artifacts))
         finally:
             ledger.close()
-        reports = {rank: done["rank_report"] for rank, done in sorted(result.done.items())}
+        reports = dict(sorted(trainer.reports.items()))
         records = layout.read_records(run_dir / c.LEDGER_FILE, layout.LEDGER_MAGIC, layout.LEDGER_DTYPE)
         checks = (
             Check(COMPLETES, True, f"{ledger.batches} steps on each of {world} ranks"),
@@ -233,7 +264,7 @@ def _spec(bundle: Bundle, trial: Trial, world: int, device: str) -> RunSpec:
         bundle_digest=bundle.digest,
         seed=trial.seed,
         seal="open",
-        isolation="none",
+        isolation=trial.isolation,  # type: ignore[arg-type]
         tokenizer=trial.tokenizer.name,
         tokenizer_fingerprint=trial.tokenizer.fingerprint,
         corpus_fingerprint=trial.corpus.fingerprint,
@@ -271,17 +302,17 @@ def _loss_falls(records: np.ndarray, world: int) -> Check:
     return Check(LOSS, bool(last < first), detail)
 
 
-def _parameters_identical(reports: dict[int, dict[str, Any]]) -> Check:
+def _parameters_identical(reports: dict[int, RankFacts]) -> Check:
     first = reports[0]
-    if not first["parameters"] and first["sharded_parameters"]:
-        return Check(PARAMETERS, True, f"all {first['sharded_parameters']} are sharded over the ranks: none to compare")
+    if not first.parameters and first.sharded_parameters:
+        return Check(PARAMETERS, True, f"all {first.sharded_parameters} are sharded over the ranks: none to compare")
     for rank, report in reports.items():
-        if report["parameters_sha256"] == first["parameters_sha256"]:
+        if report.parameters_sha256 == first.parameters_sha256:
             continue
-        names = [n for n, digest in first["parameters"].items() if report["parameters"].get(n) != digest]
+        names = [n for n, digest in first.parameters.items() if report.parameters.get(n) != digest]
         which = f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}" if names else "a parameter"
         return Check(PARAMETERS, False, f"ranks 0 and {rank} differ in {which}")
-    return Check(PARAMETERS, True, f"{len(first['parameters'])} parameters, the same bytes on {len(reports)} ranks")
+    return Check(PARAMETERS, True, f"{len(first.parameters)} parameters, the same bytes on {len(reports)} ranks")
 
 
 def _expected_batches(spec: RunSpec, trial: Trial, result: TrainerResult, world: int) -> list[str]:
@@ -296,32 +327,32 @@ def _expected_batches(spec: RunSpec, trial: Trial, result: TrainerResult, world:
         return [digest_of_tokens(batch.tokens) for batch in islice(stream, trial.steps * world)]
 
 
-def _data_covered(reports: dict[int, dict[str, Any]], expected: list[str]) -> Check:
+def _data_covered(reports: dict[int, RankFacts], expected: list[str]) -> Check:
     world = len(reports)
     for rank, report in reports.items():
-        for index, digest in enumerate(report["batches"]):
+        for index, digest in enumerate(report.batches):
             wanted = index * world + rank
             if wanted >= len(expected) or expected[wanted] != digest:
                 return Check(DATA, False, f"rank {rank}'s batch {index} is not the stream's batch {wanted}")
-    steps = {rank: len(report["batches"]) for rank, report in reports.items()}
+    steps = {rank: len(report.batches) for rank, report in reports.items()}
     if len(set(steps.values())) > 1:
         return Check(DATA, False, f"the ranks took {', '.join(map(str, steps.values()))} batches; expected equal steps")
     return Check(DATA, True, f"batches 0 to {sum(steps.values()) - 1} of the stream, each on one rank")
 
 
-def _metrics_agree(reports: dict[int, dict[str, Any]]) -> Check:
-    calls = [report["all_reduce_calls"] for report in reports.values()]
+def _metrics_agree(reports: dict[int, RankFacts]) -> Check:
+    calls = [report.all_reduce_calls for report in reports.values()]
     if len(set(calls)) > 1:
         return Check(METRICS, False, f"the ranks made {', '.join(map(str, calls))} all_reduce calls; expected as many")
-    if len({report["all_reduce_sha256"] for report in reports.values()}) > 1:
+    if len({report.all_reduce_sha256 for report in reports.values()}) > 1:
         return Check(METRICS, False, f"{calls[0]} all_reduce calls gave the ranks different results")
     if not calls[0]:
         return Check(METRICS, True, "the bundle all-reduces nothing itself; every rank took equal steps")
     return Check(METRICS, True, f"{calls[0]} all_reduce calls gave every rank the same bytes")
 
 
-def _torn_down(reports: dict[int, dict[str, Any]], returncode: int | None) -> Check:
-    left = [rank for rank, report in reports.items() if report["process_group_left"]]
+def _torn_down(reports: dict[int, RankFacts], returncode: int | None) -> Check:
+    left = [rank for rank, report in reports.items() if report.process_group_left]
     if left:
         return Check(TEARDOWN, False, f"train(ctx) left the process group up on {_ranks(left)}")
     if returncode != 0:

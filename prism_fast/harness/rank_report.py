@@ -15,7 +15,23 @@ if TYPE_CHECKING:
 
     from prism_fast.harness.instrument import BatchSource, Handed, Request
 
+from pydantic import BaseModel, ConfigDict
+
 NAMED_PARAMETERS = 2000  # digests sent by name, so that the one that differs can be named
+
+
+class RankFacts(BaseModel):
+    """What a rank reported, out of the bundle's own process: its form is checked, its truth is the bundle's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    batches: list[str]
+    parameters: dict[str, str]
+    parameters_sha256: str
+    sharded_parameters: int
+    all_reduce_calls: int
+    all_reduce_sha256: str
+    process_group_left: bool
 
 
 class RankReport:
@@ -55,7 +71,7 @@ class RankReport:
         return str(own)
 
     def document(self, model: nn.Module) -> dict[str, Any]:
-        """JSON-ready. Parameters that are sharded over ranks (DTensor) are counted and not compared."""
+        """The fields of RankFacts. Parameters that are sharded over ranks (DTensor) are counted and not compared."""
         import torch.distributed as dist
 
         digests, sharded = {}, 0
@@ -81,6 +97,9 @@ class _Watched:
 
     def __init__(self, source: Any, report: RankReport) -> None:
         self._source, self._report = source, report
+
+    def begin(self) -> None:
+        self._source.begin()
 
     def start(self, request: Request) -> None:
         self._source.start(request)

@@ -7,6 +7,8 @@ import pytest
 from prism_fast.harness import functional_contract as fc
 from prism_fast.harness.bundle import Bundle, load_bundle
 from prism_fast.harness.functional_contract import CHECKS, Trial, check_functional_contract
+from prism_fast.harness.isolation import resolve_isolation
+from prism_fast.harness.rank_report import RankFacts
 from prism_fast.protocol.errors import BundleRejected
 
 from .conftest import ROOT, TINY_ARCHITECTURE
@@ -56,7 +58,9 @@ def trial(cache_dir) -> Trial:
     from prism_fast.data.tokenizers import reference_tokenizer
 
     tokenizer = reference_tokenizer("bytes")
-    return Trial(resolve_data("sample", tokenizer, cache_dir), tokenizer, steps=8, sequence_length=32)
+    return Trial(
+        resolve_data("sample", tokenizer, cache_dir), tokenizer, resolve_isolation("auto"), steps=8, sequence_length=32
+    )
 
 
 def bundle(training: str) -> Bundle:
@@ -123,7 +127,7 @@ def test_every_example_meets_every_assertion_at_world_2_and_4(name, cache_dir):
     from prism_fast.data.tokenizers import reference_tokenizer
 
     tokenizer = reference_tokenizer("gpt2")
-    trial = Trial(resolve_data("sample", tokenizer, cache_dir), tokenizer)
+    trial = Trial(resolve_data("sample", tokenizer, cache_dir), tokenizer, resolve_isolation("auto"))
     report = check_functional_contract(load_bundle(ROOT / "examples" / name), trial)
     assert report.ok, report.unmet
 
@@ -131,7 +135,7 @@ def test_every_example_meets_every_assertion_at_world_2_and_4(name, cache_dir):
 # ----------------------------------------------------------------------- what no real run of two ranks shows on demand
 
 
-def reports(*changes: dict) -> dict[int, dict]:
+def reports(*changes: dict) -> dict[int, RankFacts]:
     same = {
         "batches": ["b0"],
         "parameters": {"w": "1"},
@@ -141,7 +145,7 @@ def reports(*changes: dict) -> dict[int, dict]:
         "all_reduce_sha256": "a",
         "process_group_left": False,
     }
-    return {rank: {**same, **change} for rank, change in enumerate(changes)}
+    return {rank: RankFacts(**{**same, **change}) for rank, change in enumerate(changes)}
 
 
 def test_reductions_that_disagree_in_number_or_result_are_named():
