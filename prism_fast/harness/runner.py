@@ -68,6 +68,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     from prism_fast.harness.context_engine import Engine, import_bundle, make_context
     from prism_fast.harness.instrument import Instrument
     from prism_fast.harness.open_source import OpenSource
+    from prism_fast.harness.process_groups import keep_process_groups
     from prism_fast.harness.sealed_source import SealedSource
     from prism_fast.harness.seeding import seed_everything, set_deterministic
     from prism_fast.protocol.run_spec import RunSpec
@@ -100,7 +101,16 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             token_bytes={"tokens": tokenizer.token_bytes, "bytes": reference_tokenizer("bytes").token_bytes},
             rank=rank,
         )
-    instrument = Instrument(spec, source, channel, tokenizer if spec.tokenizer != "bytes" else None, rank)
+    if world > 1:
+        keep_process_groups()
+    report = None
+    if job.get("rank_report"):
+        from prism_fast.harness.rank_report import RankReport
+
+        report = RankReport()
+        report.install()
+    watched = report.watch(source) if report else source
+    instrument = Instrument(spec, watched, channel, tokenizer if spec.tokenizer != "bytes" else None, rank)
     instrument.grad_norm.install()
     channel.send_json(
         wire.HELLO,
@@ -122,7 +132,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         spec,
         engine,
         data_dir=job["data_dir"],
-        artifacts_dir=job["artifacts_dir"],
+        artifacts_dir=report.artifacts_dir(job["artifacts_dir"], rank) if report else job["artifacts_dir"],
         tokenizer_dir=job["tokenizer_dir"],
         rank=rank,
         local_rank=local_rank,
@@ -154,6 +164,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_vram_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
             "save_s": perf_counter() - trained_s,
+            "rank_report": report.document(instrument.model) if report else None,
         },
     )
 

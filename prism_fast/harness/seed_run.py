@@ -49,7 +49,7 @@ class SeedRun:
         self.request, self.prepared, self.spec, self.run_dir = request, prepared, spec, run_dir
         self.reporter, self.stop = reporter, stop
         self.sandbox = Sandbox(spec.isolation, hidden=tuple(sorted(ASSETS.glob("*.jsonl.gz"))))
-        self.environment = _environment(prepared, spec, run_dir)
+        self.environment = bundle_environment(prepared, spec, run_dir)
         self.session: SealedSession | None = None
         self._probes = 0  # in held-out scoring
 
@@ -262,7 +262,7 @@ def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
     return reasons
 
 
-def _environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict[str, str]:
+def bundle_environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict[str, str]:
     """A bundle's environment: what torch needs of ours, the contract's variables, and nothing else."""
     passed = {k: v for k, v in os.environ.items() if k in PASSED_ENVIRONMENT or k.startswith(PASSED_PREFIXES)}
     data_dir = "" if spec.seal == "sealed" else str(prepared.corpus.folder)
