@@ -250,8 +250,8 @@ class Trainer:
                 used += (self.run_dir / log).stat().st_size
         if used > self.spec.artifacts_quota_bytes:
             raise ArtifactsQuotaExceeded(
-                f"the bundle wrote {used:,} bytes of artifacts and output; the quota is {self.spec.artifacts_quota_bytes:,} "
-                f"({c.MARKER_ARTIFACTS_QUOTA})",
+                f"the bundle wrote {used:,} bytes of artifacts and output; the quota is "
+                f"{self.spec.artifacts_quota_bytes:,} ({c.MARKER_ARTIFACTS_QUOTA})",
                 rule=c.RULE_ARTIFACTS_QUOTA,
             )
 

@@ -74,6 +74,7 @@ def layout_of(model: nn.Module) -> list[Entry]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue
+        _refuse_lazy(name, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES or tensor.layout != torch.strided:
             raise BundleRejected(
@@ -90,6 +91,14 @@ def layout_of(model: nn.Module) -> list[Entry]:
             Entry(name, dtype, tuple(tensor.shape), tuple(stride), placed[key], isinstance(tensor, nn.Parameter))
         )
     return entries
+
+
+def _refuse_lazy(name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+        raise BundleRejected(
+            f"the model's {name} is lazy, of no shape yet; expected build_model(ctx) to return it materialised",
+            rule=c.RULE_MODEL_MISMATCH,
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -134,6 +143,8 @@ class Adopter:
         """Raises BundleRejected (`prism:model-mismatch`) unless names and shapes are exactly the model's own."""
         self.model = model
         own = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        for name, tensor in own.items():
+            _refuse_lazy(name, tensor)
         by_name = {e.name: e for e in entries}
         for problem, names in (
             ("the trained state is missing", own.keys() - by_name.keys()),
