@@ -8,7 +8,7 @@ CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 .PHONY: demo test exploits lint bench fuzz format clean install
 
 demo: install
-	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 65536
+	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 32768
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not exploit"
