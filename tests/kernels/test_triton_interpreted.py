@@ -18,6 +18,7 @@ import pytest
 SUITE = Path(__file__).with_name("interpreted_triton.py")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_equal_float64_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(SUITE)]
