@@ -351,7 +351,9 @@ def _trajectories(pairs: list[tuple[SeedRun, SeedRun]]) -> dict[str, Any] | None
     curves = [[_code_length(run) for run in pair] for pair in pairs]
     last = min(float(tokens[-1]) for pair in curves for tokens, _, _ in pair)
     first = max(float(tokens[1]) for pair in curves for tokens, _, _ in pair)
-    marks = np.unique(np.round(np.geomspace(min(first, last), last, TRAJECTORY_MARKS)))
+    points = curves[0][0][0]  # marks closer together than steps would repeat one step's figure
+    reached = np.searchsorted(points, np.geomspace(min(first, last), last, TRAJECTORY_MARKS))
+    marks = np.unique(np.minimum(points[np.minimum(reached, len(points) - 1)], last))
     sides = []
     for side in (0, 1):
         running, window = [], []

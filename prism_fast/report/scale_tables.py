@@ -23,9 +23,9 @@ def print_comparison(report: dict[str, Any], console: Console | None = None) -> 
 
     table = Table(title="what decides, in this order", title_justify="left")
     for column, justify in (("criterion", "left"), ("a", "right"), ("b", "right"), ("a - b", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for column in ("95 % interval", "decides above", "favours"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("95 % interval", justify="right", overflow="fold")
+    table.add_column("favours", no_wrap=True)
     for step in ranking["steps"]:
         name = step["criterion"]
         interval = report["intervals"].get(name)
@@ -34,11 +34,11 @@ def print_comparison(report: dict[str, Any], console: Console | None = None) -> 
             _number(step["a"]),
             _number(step["b"]),
             _number(step["difference"]),
-            f"[{interval['low']:+.6f}, {interval['high']:+.6f}]" if isinstance(interval, dict) else "-",
-            f"{step['epsilon']:g}",
+            f"{interval['low']:+.5f} {interval['high']:+.5f}" if isinstance(interval, dict) else "-",
             step["favours"],
         )
     console.print(table)
+    console.print(f"differences of up to {ranking['eps_heldout']:g} bpb do not decide", highlight=False)
     if report["intervals"]["reason"]:
         console.print(f"no interval: {report['intervals']['reason']}", highlight=False)
     if report["trajectories"]:
@@ -77,7 +77,8 @@ def print_leaderboard(board: dict[str, Any], console: Console | None = None) -> 
     console = console or Console()
     table = Table()
     for column in ("rank", "final score", "key", "submission", "seeds", "committed", "standing"):
-        table.add_column(column, justify="right" if column in ("rank", "final score", "seeds") else "left")
+        number = column in ("rank", "final score", "seeds")
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in board["rows"]:
         standing = ["crown"] if row["submission_id"] == board["crown"] else []
         standing += [] if row["crown_eligible"] else ["not crown eligible"]
@@ -174,4 +175,4 @@ def _requirements(title: str, rows: list[dict[str, Any]], where: str | None) -> 
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6f}"
+    return "-" if value is None else f"{value:.5f}"

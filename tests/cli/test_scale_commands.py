@@ -104,6 +104,15 @@ def test_compare_shows_every_kind_of_verdict(command, tmp_path):
     assert "no winner: the pair is not valid" in command("compare", a, more).stdout
 
 
+def test_figures_are_whole_on_a_narrow_terminal(command, tmp_path, monkeypatch):
+    a, b = write_run(tmp_path / "a", bundle="A"), write_run(tmp_path / "b", bundle="B", trained_bpb=2.1)
+    monkeypatch.setenv("COLUMNS", "80")
+    report, board = command("compare", a, b).stdout, command("rank", a, b).stdout
+    assert all(name in report for name in ("heldout_delta", "prequential_bpb", "overfit_rate", "0.10000"))
+    assert f"{orjson.loads(command('rank', a, b, '--json').stdout)['rows'][0]['final_score']:.9f}" in board
+    assert "\u2026" not in report + board
+
+
 # --------------------------------------------------------------------------------------------------------------- rank
 
 
