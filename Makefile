@@ -8,13 +8,13 @@ CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 .PHONY: demo test exploits lint bench fuzz format clean install
 
 demo: install
-	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 32768
+	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 20480
 
 test: install
-	$(BIN)/python -m pytest -m "not slow and not exploit"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exploit"
 
 exploits: install
-	$(BIN)/python -m pytest -m exploit tests/exploits
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests/exploits
 
 bench: install
 	$(BIN)/python -m benchmarks

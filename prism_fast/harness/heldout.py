@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -207,7 +206,6 @@ def score_heldout(
 
     Raises the PrismError of a bundle that cannot be scored. Writes `heldout_documents.npz`.
     """
-    began = monotonic()
     val = Documents.read(val_corpus, "val", basis, val_byte_budget)
     prefix = Documents.read(corpus, "train", basis, int(val.utf8_bytes.sum()))
     text = (seq_len, basis_tokenizer.eot, basis_tokenizer.n_vocab, before_batch)
@@ -231,6 +229,5 @@ def score_heldout(
         "trained": trained.summary(),
         "train_prefix": converged.summary(),
         "n_vocab": basis_tokenizer.n_vocab,
-        "seconds": monotonic() - began,
     }
     return heldout, report

@@ -276,6 +276,7 @@ def bundle_environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.torch_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
         "MASTER_ADDR": "127.0.0.1",
         "PRISM_SUBMISSION_ID": prepared.bundle.submission_id,
         "PRISM_EXECUTION_MODE": spec.mode,
@@ -285,7 +286,6 @@ def bundle_environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict
         "PRISM_BASE_EVAL_VAL_DATA_DIR": "",
         "PRISM_ARTIFACT_OUTPUT_PATH": str(run_dir / c.ARTIFACTS_DIR),
         "PRISM_RUN_MANIFEST_PATH": str(run_dir / c.RUN_MANIFEST_FILE),
-        "PRISM_ARTIFACTS_QUOTA_BYTES": str(spec.artifacts_quota_bytes),
         "PRISM_REFERENCE_TOKENIZER_DIR": str(ASSETS),
         "PRISM_TOKEN_BUDGET": "" if spec.token_budget is None else str(spec.token_budget),
     }
