@@ -9,6 +9,7 @@ import typer
 
 from prism_fast import __version__
 from prism_fast.cli import (
+    check_command,
     compare_commands,
     data_commands,
     doctor_command,
@@ -43,7 +44,15 @@ def _options(
     pass
 
 
-for commands in (score_command, verify_command, compare_commands, data_commands, plan_commands, doctor_command):
+for commands in (
+    score_command,
+    check_command,
+    verify_command,
+    compare_commands,
+    data_commands,
+    plan_commands,
+    doctor_command,
+):
     commands.register(app)
 
 

@@ -16,7 +16,7 @@ from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, UsageError
 
 SCRIPTS = {"architecture.py": "build_model", "training.py": "train"}
-MAX_SCRIPT_BYTES = 4 * 1024 * 1024
+MAX_SCRIPT_BYTES = 128 * 1024  # scripts, not weights: what a bundle can carry in is bounded by this
 
 
 @dataclass(frozen=True)

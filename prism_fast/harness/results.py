@@ -41,6 +41,7 @@ class RunFacts:
     heldout_s: float | None
     ineligible_reasons: list[str]
     probes: int
+    script_sha256: dict[str, str]
 
 
 def build_series(facts: RunFacts) -> m.TrainSeries:
@@ -253,6 +254,8 @@ def build_documents(
             seq_len=model["seq_len"],
             run_spec_sha256=spec.hash,
             bundle_sha256=spec.bundle_digest,
+            architecture_sha256=facts.script_sha256["architecture.py"],
+            training_sha256=facts.script_sha256["training.py"],
             weights_sha256=file_sha256(facts.run_dir / c.WEIGHTS_FILE),
             ledger_sha256=file_sha256(facts.run_dir / c.LEDGER_FILE),
             ledger_chain=ledger.chain.hex(),

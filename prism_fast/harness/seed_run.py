@@ -22,7 +22,7 @@ from prism_fast.harness.sealed import SealedData, SealedSession
 from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
-from prism_fast.protocol.canonical import canonical_json, write_atomically, write_json
+from prism_fast.protocol.canonical import canonical_json, sha256_hex, write_atomically, write_json
 from prism_fast.protocol.errors import EngineFault
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import HeldOut, Score, compute_score
@@ -235,6 +235,7 @@ class SeedRun:
             wall_s=wall_s,
             heldout_s=heldout_s,
             ineligible_reasons=_ineligible(spec, stopped_reason, score),
+            script_sha256={name: sha256_hex(script) for name, script in prepared.bundle.scripts.items()},
             probes=self._probes + (self.session.probes if self.session is not None else 0),
         )
         manifest, series, profile = build_documents(facts, ledger, score)
