@@ -21,8 +21,10 @@ def test_only_what_lies_after_the_cut_is_replaced(rows, width, data):
 
 def test_every_run_is_probed_early_and_about_one_batch_in_sixteen_is():
     for batches in (1, 2, 5, 1000):
-        assert any(ProbePlan(batches).probes(i) for i in range(min(batches, FIRST_PROBE_WITHIN)))
-    probed = sum(ProbePlan(10**6).probes(i) for i in range(100, 20_100))
+        plan = ProbePlan(batches)
+        assert any(plan.probes(i) for i in range(min(batches, FIRST_PROBE_WITHIN)))
+    plan = ProbePlan(10**6)
+    probed = sum(plan.probes(i) for i in range(100, 20_100))
     assert 1000 < probed < 1500
 
 
