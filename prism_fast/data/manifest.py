@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prism_fast.protocol.canonical import write_atomically
 from prism_fast.protocol.errors import DataError, UsageError
 
 SCHEMA = "prism_locked_data.v1"
@@ -145,19 +145,6 @@ class Manifest(_Model):
                 if Path(shard.name).is_absolute() or ".." in Path(shard.name).parts:
                     raise DataError(f"{path}: expected a shard name below the corpus, found {shard.name!r}")
         return manifest
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """`path` holds the old bytes or the new ones, whatever happens."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def canonical_json(value: Any) -> bytes:

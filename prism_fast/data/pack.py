@@ -29,10 +29,10 @@ from prism_fast.data.manifest import (
     SplitEntry,
     TokenizerEntry,
     canonical_json,
-    write_atomically,
 )
 from prism_fast.data.shards import ShardWriter, document_id
 from prism_fast.data.tokenizers import Tokenizer
+from prism_fast.protocol.canonical import write_atomically
 from prism_fast.protocol.errors import DataError, UsageError
 
 DOCUMENTS_PER_SHARD = 65_536
