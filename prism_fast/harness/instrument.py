@@ -105,7 +105,7 @@ class Instrument:
     def __init__(
         self, spec: RunSpec, source: BatchSource, channel: wire.RunnerChannel, tokenizer: Any, rank: int
     ) -> None:
-        """`tokenizer`: the only object a bundle may pass as tokenizer, or None when the run's basis is bytes."""
+        """`tokenizer`: the only object, besides None, that a bundle may pass as tokenizer."""
         self.spec, self.source, self.channel, self.rank = spec, source, channel, rank
         self.grad_norm = GradNorm()
         self.model: nn.Module | None = None  # unwrapped; what is scored and saved

@@ -110,7 +110,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         report = RankReport()
         report.install()
     watched = report.watch(source) if report else source
-    instrument = Instrument(spec, watched, channel, tokenizer if spec.tokenizer != "bytes" else None, rank)
+    instrument = Instrument(spec, watched, channel, tokenizer, rank)
     instrument.grad_norm.install()
     channel.send_json(
         wire.HELLO,
