@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from prism_fast.kernels.backends import LossOptions
 from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
 from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.operators import operator
 from prism_fast.kernels.reduction import check_reduction, mean_divisor
 from prism_fast.kernels.shapes import as_logit_rows, check_same_device
 
@@ -235,7 +236,7 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-@torch.library.custom_op("prism_fast::cross_entropy", mutates_args=())
+@operator("cross_entropy")
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -268,7 +269,7 @@ def _(
     )
 
 
-@torch.library.custom_op("prism_fast::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward")
 def _cross_entropy_backward(
     logits: Tensor,
     target: Tensor,
