@@ -190,7 +190,7 @@ class _Rows(torch.autograd.Function):
             loss, lse, _ = backend.cross_entropy_forward(rows.detach(), target, options)
             ctx.save_for_backward(expected, rows, target, lse)
             return loss
-        ctx.grad = rows.detach() if ctx.inplace else torch.empty_like(rows)
+        ctx.grad = rows.detach() if ctx.inplace else backend.gradient_like(rows.detach())
         loss, lse, _ = backend.cross_entropy_forward_backward(rows.detach(), target, expected, options, ctx.grad)
         if ctx.inplace:
             # Whoever else saved these logits for a backward pass gets torch's error, not a wrong gradient.
@@ -216,7 +216,7 @@ class _Rows(torch.autograd.Function):
             rows, target, lse = inputs
             rows = rows.detach()
             if grad is None:
-                grad = rows if ctx.inplace else torch.empty_like(rows)
+                grad = rows if ctx.inplace else backend_for(rows.device).gradient_like(rows)
             backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
         return once(grad), None, None, None, None
 
@@ -283,8 +283,9 @@ def _cross_entropy_backward(
 ) -> Tensor:
     """-> d/dlogits [N, V] of sum_i grad_loss[i] * loss[i], in the dtype of the logits."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, weight)
-    out = torch.empty_like(logits)
-    backend_for(logits.device).cross_entropy_backward(logits, target, lse, grad_loss, options, out)
+    backend = backend_for(logits.device)
+    out = backend.gradient_like(logits)
+    backend.cross_entropy_backward(logits, target, lse, grad_loss, options, out)
     return out
 
 

@@ -1,7 +1,8 @@
 """Operators of this package in torch's dispatcher, so that torch.compile, export and FakeTensor know them.
 
-`torch.library.custom_op` would do, but the first call of such an operator imports all of torch._dynamo, a second or more
-of CPU in every process that only wants a loss.
+`torch.library.custom_op` would do, but the first call of such an operator imports all of torch._dynamo: a second or
+more
+of processor time in every process that only wants a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LIBRARY = torch.library.Library("prism_fast", "FRAGMENT")
 
 
 class Operator:
-    """`torch.ops.prism_fast.<name>`, run by `function` on every device. Functional: it writes to none of its arguments."""
+    """`torch.ops.prism_fast.<name>`, run by `function` on every device, which writes to none of its arguments."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.qualified = f"prism_fast::{name}"
@@ -34,7 +35,9 @@ class Operator:
         torch.library.register_fake(self.qualified, function, lib=_LIBRARY)
         return function
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None) -> None:
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
         torch.library.register_autograd(self.qualified, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
