@@ -13,6 +13,7 @@ from prism_fast.cli import (
     compare_commands,
     data_commands,
     doctor_command,
+    miner_commands,
     plan_commands,
     score_command,
     verify_command,
@@ -52,6 +53,7 @@ for commands in (
     data_commands,
     plan_commands,
     doctor_command,
+    miner_commands,
 ):
     commands.register(app)
 
