@@ -14,6 +14,7 @@ LEVELS = [
     {"protocol"},
     {"data", "kernels"},
     {"report", "harness", "profiling", "integrations"},
+    {"campaign"},
     {"cli"},
 ]
 LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}

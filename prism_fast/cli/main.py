@@ -9,6 +9,7 @@ import typer
 
 from prism_fast import __version__
 from prism_fast.cli import (
+    campaign_command,
     check_command,
     compare_commands,
     data_commands,
@@ -47,6 +48,7 @@ def _options(
 
 for commands in (
     score_command,
+    campaign_command,
     check_command,
     verify_command,
     compare_commands,

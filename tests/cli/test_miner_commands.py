@@ -8,6 +8,8 @@ from prism_fast.harness.starter import DEFAULT_EXAMPLE, examples, summary, write
 from prism_fast.protocol.errors import UsageError
 from tests.cli.test_main import run
 
+VOCABULARY = "prism:vocab-mismatch"
+
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
@@ -71,7 +73,7 @@ def test_try_finds_nothing_in_a_starter_and_says_how_long_scoring_takes(tmp_path
     ("old", "new", "rule"),
     [
         ("is_causal=True", "is_causal=False", "prism:noncausal"),
-        ("Decoder(ctx.vocab_size,", "Decoder(50000,", "prism:vocab-mismatch"),
+        ("return self.head(self.hidden(tokens))", "return self.head(self.hidden(tokens))[..., :50000]", VOCABULARY),
     ],
 )
 def test_try_names_what_official_scoring_would_reject(tmp_path, cache_dir, old, new, rule):
