@@ -32,9 +32,7 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise UsageError(
-                f"{folder}: another `prism-fast campaign` is at work on it; wait for it or end it"
-            ) from None
+            raise UsageError(f"{folder}: another prism-fast campaign is at work on it; wait for it or end it") from None
         try:
             self._open(list(options))
         except BaseException:

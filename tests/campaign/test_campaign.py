@@ -162,7 +162,7 @@ def test_other_options_or_a_second_command_are_refused(submissions, tmp_path):
     run(submissions, out, ScriptedPool(), seeds=(1,))
     with pytest.raises(UsageError, match="begun with --data=sample; asked now for --data=else"):
         run(submissions, out, ScriptedPool(), options=["--data=else"])
-    with Store(out, OPTIONS), pytest.raises(UsageError, match="another `prism-fast campaign` is at work"):
+    with Store(out, OPTIONS), pytest.raises(UsageError, match="another prism-fast campaign is at work"):
         run(submissions, out, ScriptedPool())
 
 
