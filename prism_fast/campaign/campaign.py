@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Submissions:
 
 
 def find_submissions(path: Path) -> Submissions:
-    """`path` is a bundle, or a folder of bundles (folders with one of the scripts, and .zip files).
+    """`path` is a bundle, or a folder whose folders and .zip files are each taken for one; hidden ones are passed over.
 
     Raises UsageError when there is none.
     """
@@ -49,29 +48,23 @@ def find_submissions(path: Path) -> Submissions:
         raise UsageError(f"{path}: no such file or folder; expected a bundle, or a folder of bundles")
     places = [path]
     if path.is_dir() and not any((path / script).is_file() for script in SCRIPTS):
-        places = sorted(p for p in path.iterdir() if _may_be_bundle(p))
+        places = sorted(p for p in path.iterdir() if not p.name.startswith(".") and (p.is_dir() or p.suffix == ".zip"))
     bundles: dict[str, Bundle] = {}
     rejected: dict[str, BundleRejected] = {}
     for place in places:
         try:
             bundle = load_bundle(place)
         except BundleRejected as error:
-            rejected[place.name.removesuffix(".zip")] = error
+            rejected[place.name] = error
+        except UsageError as error:  # named .zip and is none: among many submissions that is one submission's fault
+            rejected[place.name] = BundleRejected(str(error), rule=c.RULE_BUNDLE_SHAPE)
         else:
             bundles[bundle.submission_id] = bundle
-    if not bundles and not rejected:
+    if not places:
         raise UsageError(
             f"{path}: no bundle in it; expected folders with {' and '.join(SCRIPTS)}, or .zip files of them"
         )
     return Submissions(bundles, rejected)
-
-
-def _may_be_bundle(path: Path) -> bool:
-    return (
-        path.is_file() and zipfile.is_zipfile(path)
-        if path.suffix == ".zip"
-        else (path.is_dir() and any((path / script).is_file() for script in SCRIPTS))
-    )
 
 
 class Watcher(Protocol):

@@ -117,4 +117,5 @@ def _sentence(log: Path) -> str | None:
     """The last sentence that the command said for itself."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line.removeprefix("prism-fast: ") for line in lines if line.startswith("prism-fast: ")]
-    return said[-1] if said else next((line for line in reversed(lines) if line.strip()), None)
+    spoken = [line.strip(" │") for line in lines if any(letter.isalpha() for letter in line)]  # a usage error has a box
+    return said[-1] if said else spoken[-1] if spoken else None

@@ -46,7 +46,7 @@ class MetricsReporter:
             "bits_per_byte": ledger.code_length.bpb if ledger.bytes else None,
             "elapsed_seconds": elapsed_s,
         }
-        labels = {"submission": self._submission, "seed": str(spec.seed)}
+        labels = {"submission": f"{self._submission}-{spec.bundle_digest[:12]}", "seed": str(spec.seed)}
         self._write(1, None, [Sample(f"prism_seed_{k}", v, labels) for k, v in values.items() if v is not None])
 
     def finish(self, exit_code: int, run: Path | None = None, summary: RunSummary | None = None) -> None:

@@ -5,11 +5,12 @@ import sqlite3
 import orjson
 import pytest
 
+import prism_fast
 from prism_fast.campaign.campaign import find_submissions, run_campaign
-from prism_fast.campaign.job import LOG_FILE, Outcome
+from prism_fast.campaign.job import LOG_FILE, Job, Outcome, run_job
 from prism_fast.campaign.store import Store
 from prism_fast.protocol.campaign import CAMPAIGN_FILE, CampaignRun, campaign_file, read_campaign
-from prism_fast.protocol.errors import DataError, UsageError
+from prism_fast.protocol.errors import DataError, EngineFault, UsageError
 from prism_fast.report.rank import rank_runs
 from tests.harness.conftest import write_bundle
 from tests.report.conftest import write_seed
@@ -144,11 +145,15 @@ def test_more_seeds_or_bundles_are_added_to_what_is_there(submissions, tmp_path)
 
 def test_a_bundle_of_the_wrong_shape_is_rejected_without_a_worker(submissions, tmp_path):
     (submissions / "b" / "training.py").unlink()
+    (submissions / "c.zip").write_text("no archive")
+    (submissions / ".hidden").mkdir()
     pool = ScriptedPool()
     assert run(submissions, tmp_path / "out", pool, seeds=(1,)) == 0
     assert [job.bundle.name for job in pool.jobs] == ["a"]
-    row = rows(tmp_path / "out")["b", 1]
-    assert (row.status, row.exit_code, row.rule) == ("rejected", 3, "prism:bundle-shape")
+    for name in ("b", "c.zip"):
+        row = rows(tmp_path / "out")[name, 1]
+        assert (row.status, row.exit_code, row.rule) == ("rejected", 3, "prism:bundle-shape")
+    assert len(rows(tmp_path / "out")) == 3
 
 
 def test_options_that_score_does_not_take_end_the_campaign(submissions, tmp_path):
@@ -197,3 +202,24 @@ def test_a_row_reads_back_as_it_was_written(tmp_path):
         assert store.runs() == [run]
         stored = sqlite3.connect(store.file).execute("SELECT options FROM campaign").fetchone()[0]
     assert orjson.loads(stored) == OPTIONS
+
+
+def test_an_option_that_score_lacks_is_said_in_its_words(submissions, tmp_path):
+    (bundle, _) = find_submissions(submissions).bundles.values()
+    options = ("--data=sample", "--no-such-option=1")
+    with Store(tmp_path / "out", options) as store:
+        (tmp_path / "out" / ".campaign.id").write_text(store.id)
+        job = Job(bundle, 1, 1, str(tmp_path / "out"), store.id, prism_fast.__version__, options)
+        outcome = run_job(job)
+    assert outcome.is_usage and "--no-such-option" in outcome.message
+
+
+def test_a_node_of_another_version_or_file_system_refuses(submissions, tmp_path):
+    (bundle, _) = find_submissions(submissions).bundles.values()
+    with pytest.raises(EngineFault, match=r"expected 9\.9 on every node"):
+        run_job(Job(bundle, 1, 1, str(tmp_path), "id", "9.9", ()))
+    with pytest.raises(EngineFault, match="file system that every node shares"):
+        run_job(Job(bundle, 1, 1, str(tmp_path / "elsewhere"), "id", prism_fast.__version__, ()))
+    (tmp_path / ".campaign.id").write_text("another")
+    with pytest.raises(EngineFault, match="is another campaign's"):
+        run_job(Job(bundle, 1, 1, str(tmp_path), "id", prism_fast.__version__, ()))

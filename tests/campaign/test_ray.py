@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from prism_fast.protocol.campaign import CAMPAIGN_FILE, read_campaign
+from prism_fast.protocol.constants import RUN_MANIFEST_FILE
+from prism_fast.protocol.manifest import RunManifest
 from prism_fast.report.rank import rank_runs
-from tests.harness.conftest import write_bundle
+from tests.harness.test_golden_scores import GOLDEN_IN_CAMPAIGN, OPTIONS
 
 ray = pytest.importorskip("ray")
 
@@ -25,23 +27,27 @@ def command(submissions: Path, out: Path, cache: Path, *options: str) -> list[st
     return [*program, "--data=sample", f"--out={out}", f"--cache-dir={cache}", *options, "--", *SHORT]
 
 
-def test_two_bundles_are_scored_on_this_machine(tmp_path):
-    write_bundle(tmp_path / "submissions" / "tiny")
-    write_bundle(tmp_path / "submissions" / "failing", training="def train(ctx): raise ValueError('on purpose')\n")
-    done = subprocess.run(
-        command(tmp_path / "submissions", tmp_path / "out", tmp_path / "cache", "--seeds=1337"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+@pytest.mark.timeout(900)
+def test_a_campaign_scores_the_examples_as_score_does(tmp_path):
+    submissions, out = tmp_path / "submissions", tmp_path / "out"
+    for name in GOLDEN_IN_CAMPAIGN:
+        shutil.copytree(EXAMPLES / name, submissions / name)
+    program = command(submissions, out, tmp_path / "cache", "--seeds=1337")[: -len(SHORT)]
+    done = subprocess.run([*program, *OPTIONS, "--seal=open"], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
-    failing, tiny = read_campaign(tmp_path / "out" / CAMPAIGN_FILE)
-    assert (tiny.status, tiny.attempts, tiny.exit_code) == ("scored", 1, 0)
-    assert tiny.final_score > 100
-    assert (failing.status, failing.attempts, failing.exit_code) == ("failed", 1, 4)
-    assert "on purpose" in failing.message
-    board = rank_runs([tmp_path / "out"])
-    assert [row["submission_id"] for row in board["rows"]] == [tiny.submission_id]
+    runs = {run.submission_id.rpartition("-")[0]: run for run in read_campaign(out / CAMPAIGN_FILE)}
+    assert runs.keys() == GOLDEN_IN_CAMPAIGN.keys()
+    for name, (bpb, delta, parameters) in GOLDEN_IN_CAMPAIGN.items():
+        run = runs[name]
+        assert (run.status, run.attempts, run.exit_code, run.flags) == ("scored", 1, 0, [])
+        assert run.prequential_bpb == pytest.approx(bpb, rel=2e-5)
+        assert run.heldout_delta == pytest.approx(delta, abs=1e-4)
+        manifest = RunManifest.model_validate_json((out / run.run_dir / RUN_MANIFEST_FILE).read_bytes())
+        assert manifest.metrics.model_params == parameters
+        assert manifest.score.final_score == run.final_score
+        assert manifest.engine.torch_threads == 1  # the campaign's --cpus, whatever the machine has
+    board = rank_runs([out])
+    assert {row["submission_id"] for row in board["rows"]} == {run.submission_id for run in runs.values()}
 
 
 def score_process_and_worker(out: Path) -> tuple[int, int] | None:
