@@ -15,7 +15,7 @@ import orjson
 
 import prism_fast
 from prism_fast.protocol.campaign import CAMPAIGN_FILE, COLUMNS, TABLES, CampaignRun, read_campaign
-from prism_fast.protocol.errors import UsageError
+from prism_fast.protocol.errors import DataError, UsageError
 
 
 class Store:
@@ -40,16 +40,20 @@ class Store:
             raise
 
     def _open(self, options: list[str]) -> None:
-        begun = self.file.is_file() and self.file.stat().st_size > 0
+        self._database = sqlite3.connect(self.file, isolation_level=None)
+        try:
+            begun = self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"{self.file}: not a campaign's results: {error}") from error
         if begun:
             read_campaign(self.file)
-        self._database = sqlite3.connect(self.file, isolation_level=None)
-        if not begun:
+        else:
             said = orjson.dumps(options).decode()
-            self._database.executescript("BEGIN;" + TABLES.replace("PRAGMA", "COMMIT; PRAGMA"))
+            self._database.executescript("BEGIN;" + TABLES)  # whole or not at all, with the row that names it
             self._database.execute(
                 "INSERT INTO campaign VALUES (?, ?, ?)", (uuid.uuid4().hex, prism_fast.__version__, said)
             )
+            self._database.execute("COMMIT")
         self.id, version, stored = self._database.execute("SELECT id, engine_version, options FROM campaign").fetchone()
         if version != prism_fast.__version__:
             raise UsageError(

@@ -101,7 +101,9 @@ def read_campaign(file: Path) -> list[CampaignRun]:
 
 def _rows(file: Path) -> Iterator[CampaignRun]:
     try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        # Not read-only: what a killed campaign left half-written is rolled back by whoever opens the file next, which
+        # takes writing. Where that is not allowed, SQLite reads. rw, unlike the default, makes no file.
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)) as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version != LAYOUT_VERSION:
                 raise DataError(

@@ -1,6 +1,8 @@
 """A campaign's bookkeeping: verdicts stand, machine faults are tried again, what is done is not done twice."""
 
 import sqlite3
+import subprocess
+import sys
 
 import orjson
 import pytest
@@ -223,3 +225,24 @@ def test_a_node_of_another_version_or_file_system_refuses(submissions, tmp_path)
     (tmp_path / ".campaign.id").write_text("another")
     with pytest.raises(EngineFault, match="is another campaign's"):
         run_job(Job(bundle, 1, 1, str(tmp_path), "id", prism_fast.__version__, ()))
+
+
+def test_a_write_that_was_cut_off_is_not_there(tmp_path):
+    with Store(tmp_path, OPTIONS) as store:
+        store.write(CampaignRun(submission_id="s", bundle_sha256="0", seed=1, status="scored"))
+    killed = (
+        "import os, sqlite3, sys\n"
+        "database = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "database.execute('PRAGMA cache_size = 1')\n"  # so that pages reach the file before the end
+        "database.execute('BEGIN')\n"
+        "for i in range(2000):\n"
+        "    database.execute('INSERT INTO runs (submission_id, bundle_sha256, seed, status, attempts)'\n"
+        "                     ' VALUES (?, ?, ?, ?, 0)', ('x' * 200, '0', i, 'scored'))\n"
+        "os._exit(0)\n"
+    )
+    before = store.file.stat().st_size
+    subprocess.run([sys.executable, "-c", killed, store.file], check=True)
+    assert store.file.stat().st_size > before and list(tmp_path.glob("*-journal"))
+    assert [run.submission_id for run in read_campaign(store.file)] == ["s"]
+    with Store(tmp_path, OPTIONS) as store:
+        assert [run.submission_id for run in store.runs()] == ["s"]
