@@ -6,7 +6,7 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows.
-NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader")
+NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader", "transformers_patch")
 
 
 def main(names: list[str]) -> int:

@@ -9,10 +9,12 @@ import typer
 
 from prism_fast import __version__
 from prism_fast.cli import (
+    campaign_command,
     check_command,
     compare_commands,
     data_commands,
     doctor_command,
+    miner_commands,
     plan_commands,
     score_command,
     verify_command,
@@ -46,12 +48,14 @@ def _options(
 
 for commands in (
     score_command,
+    campaign_command,
     check_command,
     verify_command,
     compare_commands,
     data_commands,
     plan_commands,
     doctor_command,
+    miner_commands,
 ):
     commands.register(app)
 

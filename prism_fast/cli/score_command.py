@@ -34,6 +34,11 @@ class Isolation(StrEnum):
     none = "none"
 
 
+class LogFormat(StrEnum):
+    text = "text"
+    json = "json"
+
+
 class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
@@ -92,14 +97,20 @@ def score(
         Path | None, typer.Option(help="Where packed text is cached (default: the user's cache directory).")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="How stderr speaks: to a person, or in JSON lines.")] = (
+        LogFormat.text
+    ),
+    metrics: Annotated[
+        Path | None, typer.Option(help="Prometheus text file to keep up to date (node_exporter's textfile collector).")
+    ] = None,
 ) -> None:
     """Score a bundle: train it from a forced random init on locked text, predicting every batch before training on it.
 
     Exit codes: 0 scored, 2 usage, 3 bundle rejected, 4 bundle failed, 5 engine, machine or data fault,
     7 wall-clock watchdog, 8 artifacts quota.
     """
-    from prism_fast.cli.progress import TerminalReporter
-    from prism_fast.harness.referee import ScoreRequest, score_bundle
+    from prism_fast.cli.scoring import score_and_report
+    from prism_fast.harness.referee import ScoreRequest
     from prism_fast.report.tables import print_summary
 
     request = ScoreRequest(
@@ -129,16 +140,11 @@ def score(
         resume=resume,
         cache_dir=cache_dir,
     )
-    with TerminalReporter() as reporter:
-        summary = score_bundle(request, reporter)
+    summary = score_and_report(request, as_json=log_format is LogFormat.json, metrics=metrics)
     if json:
         sys.stdout.write(summary.model_dump_json(indent=2) + "\n")
     else:
         print_summary(out, summary)
-    for seed in summary.seeds:
-        if seed.message is not None:
-            rule = f" [{seed.rule}]" if seed.rule else ""
-            print(f"prism-fast: seed {seed.seed}: {seed.message}{rule}", file=sys.stderr)
     raise typer.Exit(summary.exit_code)
 
 

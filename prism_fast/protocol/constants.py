@@ -22,6 +22,8 @@ SCALE_LADDER_SCHEMA: Final = "prism_scale_ladder.v1"
 RESEARCH_ANNEX_SCHEMA: Final = "prism_research_protocol_annex.v1"
 STATIC_CONTRACT_SCHEMA: Final = "prism_static_contract.v1"
 FUNCTIONAL_CONTRACT_SCHEMA: Final = "prism_functional_contract.v1"
+DRY_RUN_SCHEMA: Final = "prism_dry_run.v1"
+CAMPAIGN_SCHEMA: Final = "prism_campaign.v1"
 PROTOCOL_ID: Final = "prism_official_compare.v1"
 
 # Files of one seed's run
