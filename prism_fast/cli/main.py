@@ -14,6 +14,7 @@ from prism_fast.cli import (
     data_commands,
     doctor_command,
     plan_commands,
+    profile_commands,
     score_command,
     verify_command,
 )
@@ -51,6 +52,7 @@ for commands in (
     compare_commands,
     data_commands,
     plan_commands,
+    profile_commands,
     doctor_command,
 ):
     commands.register(app)
