@@ -113,6 +113,7 @@ class Instrument:
         self.error: PrismError | None = None
         self._tokenizer = tokenizer
         self._started = False
+        self._request: Request | None = None
         self._began = perf_counter()
         self._reads = DeferredReads()
         self._open: tuple[int, float, Handed] | None = None
@@ -122,6 +123,14 @@ class Instrument:
         """Sets the clocks to zero: train(ctx) is about to be entered."""
         self._began = perf_counter()
         self.source.begin()
+
+    def forward_flops(self) -> int | None:
+        """Products of the trained model's forward over one batch, or None where they cannot be counted."""
+        from prism_fast.profiling.flops import forward_flops
+
+        if self.model is None or self._request is None:
+            return None
+        return forward_flops(self.model, self._request.batch_size, self._request.seq_len)
 
     def finish(self) -> None:
         """After train(ctx) returned: closes the last step and lets everything arrive."""
@@ -152,6 +161,7 @@ class Instrument:
             self.model = unwrap(model)
             self._parameters = list(self.model.parameters())
             self._started = True
+            self._request = request
             return self._loop(request)
         except PrismError as e:
             raise self._remember(e) from None
