@@ -53,6 +53,106 @@ def scaling(
     _show(measure_scaling(job, repeats), out, json)
 
 
+@profile.command("kernels")
+def kernels(
+    bundle: BundleArgument,
+    seq_len: Annotated[int, typer.Option(help="Tokens a row.")] = c.DEFAULT_SEQUENCE_LENGTH,
+    steps: Annotated[int, typer.Option(help="Steps that are profiled; memory is bounded by them.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(help="Folder for a Chrome trace of the window, one a rank (chrome://tracing).")
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks under torchrun, 1 to 8.")] = 1,
+    data: Data = "sample",
+    tokenizer: Tokenizer = "gpt2",
+    device: DeviceOption = "auto",
+    torch_threads: Threads = None,
+    cache_dir: CacheDir = None,
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """Show which kernels a step spends its time in, by kind, and warn of kernels built for an older generation."""
+    from prism_fast.profiling.kernels import measure_kernels
+
+    job = _job(bundle, (seq_len,), data, tokenizer, device, torch_threads, cache_dir, nproc)
+    _show(measure_kernels(job, active=steps, warmup=warmup, trace_dir=trace), out, json)
+
+
+@profile.command("padding")
+def padding(
+    corpus: Annotated[str, typer.Argument(help="A packed corpus, text, a token file, or 'sample'.")],
+    micro_batch: Annotated[int, typer.Option(help="Records a micro-batch.")] = 2,
+    bucket: Annotated[
+        str | None, typer.Option(help="Bucket sizes in records; 'width' mixes no two lengths. [default: as in plan]")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches a step.")] = 8,
+    cost: Annotated[
+        str | None, typer.Option(help="A,B of t(w) = A w + B w^2, or the scaling.json that `profile scaling` wrote.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Positions a row has at most; longer records are cut.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus; 'all' for all of them.")] = "train",
+    tokenizer: Tokenizer = "gpt2",
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """Show how much of a corpus is padding, in file order and bucketed, and what bucketing would save."""
+    from prism_fast.cli.data_commands import tokenizer_named
+    from prism_fast.cli.plan_commands import _buckets
+    from prism_fast.data.plan import plan_corpus
+    from prism_fast.profiling.padding import cost_of, measure_padding
+    from prism_fast.protocol.errors import PrismError
+
+    fitted, cost_rows = cost_of(cost)
+    try:
+        result = plan_corpus(
+            corpus,
+            micro_batch=micro_batch,
+            buckets=_buckets(bucket, micro_batch),
+            seed=seed,
+            accumulate=accumulate,
+            cost=fitted,
+            cost_rows=cost_rows,
+            seq_len=seq_len,
+            split=split,
+            tokenizer=tokenizer_named(tokenizer),
+        )
+    except PrismError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    _show(measure_padding(corpus, result, fitted), out, json)
+
+
+@profile.command("mask")
+def mask(
+    bundle: BundleArgument,
+    seq_len: Annotated[int, typer.Option(help="Tokens a row.")] = c.DEFAULT_SEQUENCE_LENGTH,
+    window: Annotated[
+        int | None, typer.Option(help="Keys that a row of a sliding-window layer may see at most; exit 1 if not so.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each mask.")] = 9,
+    data: Data = "sample",
+    tokenizer: Tokenizer = "gpt2",
+    device: DeviceOption = "auto",
+    torch_threads: Threads = None,
+    cache_dir: CacheDir = None,
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """Check which keys attention really sees, and time is_causal against the same mask written out.
+
+    Exit 1 where --window was given and does not hold.
+    """
+    from prism_fast.profiling.mask import measure_mask
+
+    job = _job(bundle, (seq_len,), data, tokenizer, device, torch_threads, cache_dir)
+    document = measure_mask(job, window=window, repeats=repeats)
+    _show(document, out, json)
+    if document["window_holds"] is False:
+        raise typer.Exit(1)
+
+
 @profile.command("overhead")
 def overhead(
     bundle: BundleArgument,

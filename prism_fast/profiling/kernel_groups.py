@@ -17,7 +17,7 @@ GROUPS = (ATTENTION, GEMM, LOSS, OPTIMIZER, ELEMENTWISE, EMBEDDING, COPY, COMMUN
 
 _RULES: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|rccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|msccl|symm_mem"),
-    (COPY, r"^memcpy|^memset|memcpy\b"),
+    (COPY, r"^memcpy|^memset|memcpy\b|copyBuffer|fillBuffer"),
     # Before GEMM: attention kernels are made of CUTLASS and cuDNN too. Before loss: eager attention's softmax.
     (
         ATTENTION,
@@ -30,9 +30,9 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (
         LOSS,
-        r"cross_?entropy|nll_?loss|log_?softmax|logsoftmax|prism_fast::|token_nll|liger_(fused_linear_)?cross|\bcce_|"
+        r"cross_?entropy|nll_?loss|log_?softmax|logsoftmax|prism_fast::|token_nll|liger_(fused_linear_)?cross|(?:^|[^a-z])cce_|"
         r"^_?(rows_forward|rows_fused|rows_backward|linear_forward|linear_backward|merge_partials|row_sums)|"
-        r"\blse_forward|indexed_dot|kl_div|logsumexp|code_length",
+        r"\blse_forward|indexed_(neg_)?dot|kl_div|logsumexp|code_length",
     ),
     (EMBEDDING, r"embedding|index_select|indexSelect|\bgather|scatter|index_put|indexing_backward|aten::index"),
     (
