@@ -15,6 +15,7 @@ from prism_fast.cli import (
     doctor_command,
     plan_commands,
     profile_commands,
+    report_command,
     score_command,
     verify_command,
 )
@@ -53,6 +54,7 @@ for commands in (
     data_commands,
     plan_commands,
     profile_commands,
+    report_command,
     doctor_command,
 ):
     commands.register(app)

@@ -31,6 +31,11 @@ def print_probe(document: dict[str, Any], console: Console | None = None) -> Non
         console.print(note, highlight=False, soft_wrap=True)
 
 
+def probe_table(document: dict[str, Any]) -> Rows:
+    """-> (title, columns, cells, notes)."""
+    return _drawing(document)[0](document)
+
+
 def probe_chart(document: dict[str, Any], *, alone: bool = True) -> str:
     """The document's chart as SVG text."""
     return _drawing(document)[1](document, alone)

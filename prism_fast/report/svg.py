@@ -1,6 +1,6 @@
 """Charts as SVG text: lines, points and stacked bars, small enough to stand inside a page or alone in a file.
 
-Drawn for a card 420 units wide, so that the 12-unit text is still read when the card is as wide as a phone. Colours
+Drawn for a card 380 units wide, so that the 12-unit text is still read when the card is as wide as a phone. Colours
 are Okabe and Ito's eight that colour-blind readers tell apart, and every series also has a dash of its own. Text takes
 the colour of the page around it; alone, the file follows the reader's light or dark setting. No scripts, no fonts, no
 network.
@@ -9,13 +9,14 @@ network.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from typing import NamedTuple
 
-WIDTH, HEIGHT = 420, 280
+WIDTH, HEIGHT = 380, 264
 LEFT, RIGHT, BOTTOM, TITLE_HEIGHT, LEGEND_ROW = 58, 14, 44, 26, 16
-CHARACTER = 6.4  # width of one, on average, at 12 units
+CHARACTER = 7.2  # width of one at 12 units: on the wide side, since fonts differ
 MAX_POINTS = 400  # a line is thinned to this many: no screen shows more
 # Okabe and Ito, "Color Universal Design", without the black that a dark page swallows.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6fdf", "#999999")
@@ -30,7 +31,10 @@ ALONE = "@media(prefers-color-scheme:dark){.chart{color:#e6e9ee;background:#1418
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name. `y` may hold None: the line breaks there. `marks` draws the points, `line` joins them."""
+    """Points of one name. `y` may hold None: the line breaks there. `marks` draws the points, `line` joins them.
+
+    `colour` and `dash` are numbers on the palettes; by default a series' place among the others is both.
+    """
 
     name: str
     x: Sequence[float]
@@ -38,6 +42,17 @@ class Series:
     line: bool = True
     marks: bool = False
     colour: int | None = None
+    dash: int | None = None
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One row a label: its values as dots on a line, and their mean as a tick."""
+
+    label: str
+    values: Sequence[float]
+    names: Sequence[str]
+    colour: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Bars:
     """One stacked bar a label, its pieces in the order of `parts`: part -> a value a label."""
 
     labels: Sequence[str]
-    parts: dict[str, Sequence[float]]
+    parts: Mapping[str, Sequence[float]]
     notes: Sequence[str] = field(default=())
 
 
@@ -63,7 +78,11 @@ def line_chart(
     """Both labels name their unit. Points that are None, not finite, or not positive on a log axis are left out."""
     shown = [_clean(s, log_x, log_y) for s in series]
     shown = [s for s in shown if any(y is not None for y in s.y)]
-    frame = _Frame(title, [s.name for s in shown] if len(shown) > 1 else [], alone)
+    keys = [
+        _Key(s.name, COLOURS[_or(s.colour, i) % len(COLOURS)], DASHES[_or(s.dash, i) % len(DASHES)])
+        for i, s in enumerate(shown)
+    ]
+    frame = _Frame(title, keys if len(keys) > 1 else [], alone)
     xs = [x for s in shown for x, y in zip(s.x, s.y, strict=True) if y is not None]
     ys = [y for s in shown for y in s.y if y is not None]
     if not xs:
@@ -73,9 +92,7 @@ def line_chart(
         0.0 if from_zero else min(ys), max(ys), log_y, frame.bottom, frame.top, pad=0.0 if from_zero else 0.05
     )
     frame.grid(x_axis, y_axis)
-    for i, s in enumerate(shown):
-        number = i if s.colour is None else s.colour
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[i % len(DASHES)]
+    for s, (_, colour, dash) in zip(shown, keys, strict=True):
         if s.line:
             frame.add(
                 f'<path class="line" stroke="{colour}"'
@@ -99,9 +116,10 @@ def bar_chart(title: str, x_label: str, bars: Bars, *, alone: bool = False) -> s
     """Horizontal stacked bars, one a label, pieces from the left. `x_label` names the unit."""
     names = list(bars.parts)
     longest = max((len(label) for label in bars.labels), default=0)
-    left = min(190.0, max(LEFT, 16 + CHARACTER * min(longest, 27)))
+    left = min(172.0, max(LEFT, 16 + CHARACTER * min(longest, 22)))
     row = 26
-    frame = _Frame(title, names if len(names) > 1 else [], alone, rows=row * len(bars.labels))
+    keys = [_Key(name, COLOURS[i % len(COLOURS)], "") for i, name in enumerate(names)]
+    frame = _Frame(title, keys if len(names) > 1 else [], alone, rows=row * len(bars.labels))
     totals = [sum(max(0.0, float(v[i])) for v in bars.parts.values()) for i in range(len(bars.labels))]
     if not totals or max(totals) <= 0:
         return frame.close(x_label, "", f"{title}: no data", empty=True)
@@ -110,11 +128,7 @@ def bar_chart(title: str, x_label: str, bars: Bars, *, alone: bool = False) -> s
     frame.grid(x_axis, None)
     for i, label in enumerate(bars.labels):
         y, at = frame.top + i * row + 4, 0.0
-        shown = label if len(label) <= 27 else label[:26] + "…"
-        frame.add(
-            f'<text x="{left - 6:.0f}" y="{y + 13}" text-anchor="end">{escape(shown)}'
-            f"<title>{escape(label)}</title></text>"
-        )
+        frame.label(label, left - 6, y + 13)
         for n, name in enumerate(names):
             value = max(0.0, float(bars.parts[name][i]))
             x0, x1 = x_axis.at(at), x_axis.at(at + value)
@@ -133,13 +147,55 @@ def bar_chart(title: str, x_label: str, bars: Bars, *, alone: bool = False) -> s
     return frame.close(x_label, "", spoken)
 
 
+def dot_chart(title: str, x_label: str, rows: Sequence[Dots], *, alone: bool = False) -> str:
+    """One row a run, one dot a seed. `x_label` names the unit."""
+    longest = max((len(r.label) for r in rows), default=0)
+    left = min(172.0, max(LEFT, 16 + CHARACTER * min(longest, 22)))
+    height = 30
+    frame = _Frame(title, [], alone, rows=height * len(rows))
+    values = [v for r in rows for v in r.values]
+    if not values:
+        return frame.close(x_label, "", f"{title}: no data", empty=True)
+    x_axis = _Axis(min(values), max(values), False, left, WIDTH - RIGHT, pad=0.08)
+    frame.grid(x_axis, None)
+    for i, r in enumerate(rows):
+        y, colour = frame.top + i * height + height / 2, COLOURS[r.colour % len(COLOURS)]
+        frame.label(r.label, left - 6, y + 4)
+        frame.add(f'<line class="grid" x1="{left:.0f}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
+        for value, name in zip(r.values, r.names, strict=True):
+            frame.add(
+                f'<circle cx="{x_axis.at(value):.1f}" cy="{y:.1f}" r="5" fill="{colour}" fill-opacity=".75">'
+                f"<title>{escape(r.label)}, {escape(name)}: {value:.6g}</title></circle>"
+            )
+        if r.values:
+            x = x_axis.at(sum(r.values) / len(r.values))
+            frame.add(
+                f'<line x1="{x:.1f}" y1="{y - 10:.1f}" x2="{x:.1f}" y2="{y + 10:.1f}" stroke="{colour}" '
+                f'stroke-width="2.5"><title>{escape(r.label)}, mean</title></line>'
+            )
+    spoken = f"{title}. {x_label}; " + ", ".join(
+        f"{r.label} {sum(r.values) / len(r.values):.6g}" for r in rows if r.values
+    )
+    return frame.close(x_label, "", spoken)
+
+
 # ---------------------------------------------------------------------------------------------------------- drawing
+
+
+class _Key(NamedTuple):
+    name: str
+    colour: str
+    dash: str
+
+
+def _or(chosen: int | None, place: int) -> int:
+    return place if chosen is None else chosen
 
 
 class _Frame:
     """Title, legend and plot area; collects elements."""
 
-    def __init__(self, title: str, legend: list[str], alone: bool, rows: int | None = None) -> None:
+    def __init__(self, title: str, legend: list[_Key], alone: bool, rows: int | None = None) -> None:
         self._alone, self._title = alone, title
         self._parts: list[str] = [f'<text class="heading" x="10" y="18">{escape(title)}</text>']
         self.top = float(TITLE_HEIGHT + 6)
@@ -147,22 +203,25 @@ class _Frame:
         self.bottom = self.top + rows if rows is not None else HEIGHT - BOTTOM + max(0.0, self.top - TITLE_HEIGHT - 22)
         self.height = self.bottom + BOTTOM
 
-    def _legend(self, names: list[str]) -> None:
+    def _legend(self, keys: list[_Key]) -> None:
         x, y = 10.0, self.top + 6
-        for i, name in enumerate(names):
-            shown = name if len(name) <= 52 else name[:51] + "…"
+        for name, colour, dash in keys:
+            shown = name if len(name) <= 44 else name[:43] + "…"
             width = 30 + CHARACTER * len(shown)
             if x > 10 and x + width > WIDTH:
                 x, y = 10.0, y + LEGEND_ROW
-            colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
             self.add(
                 f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{x + 18:.0f}" y2="{y:.0f}" stroke="{colour}" stroke-width="4"'
                 + (f' stroke-dasharray="{dash}"' if dash else "")
                 + f'/><text x="{x + 22:.0f}" y="{y + 4:.0f}">{escape(shown)}</text>'
             )
             x += width
-        if names:
+        if keys:
             self.top = y + 16
+
+    def label(self, text: str, x: float, y: float) -> None:
+        shown = text if len(text) <= 22 else text[:21] + "…"
+        self.add(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end">{escape(shown)}<title>{escape(text)}</title></text>')
 
     def add(self, element: str) -> None:
         self._parts.append(element)
@@ -229,13 +288,13 @@ class _Axis:
                 return shown[:: max(1, len(shown) // 6)]
             low, high = 10**self._low, 10**self._high
             return _linear_ticks(low, high)
-        return _linear_ticks(self._low, self._high, 5 if self.end > self.start else 6)
+        return _linear_ticks(self._low, self._high)
 
     def label(self, value: float) -> str:
         return _number(value)
 
 
-def _linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
+def _linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
@@ -263,7 +322,7 @@ def _clean(s: Series, log_x: bool, log_y: bool) -> Series:
         pairs.append((x, None if bad else y))
     if len(pairs) > MAX_POINTS and s.line:
         pairs = _thin(pairs)
-    return Series(s.name, [p[0] for p in pairs], [p[1] for p in pairs], s.line, s.marks, s.colour)
+    return replace(s, x=[p[0] for p in pairs], y=[p[1] for p in pairs])
 
 
 def _thin(pairs: list[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
