@@ -210,7 +210,8 @@ def _counters(spec: Any, model: Any, tokenizer: Any) -> dict[str, float]:
         times = []
         for index in range(repeats):
             began = perf_counter()
-            instrument._open = (index, perf_counter(), Handed(None, 0.0, 0.0, 0.0, 0.0))  # type: ignore[arg-type]
+            handed = Handed(None, 0.0, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
+            instrument._open = (index, perf_counter(), instrument._clock.mark(), handed)
             instrument._close_step()
             times.append(perf_counter() - began)
         found[name] = statistics.median(times)

@@ -1,4 +1,4 @@
-"""Times steps without waiting for them: the host's monotonic clock, or on a GPU events that are read later.
+"""Times work without waiting for it: the host's monotonic clock, or on a GPU events that are read later.
 
 Memory is bounded: a `StepTimer` keeps 8 bytes a step in a compact array, and at most `IN_FLIGHT` pairs of events.
 """
@@ -7,10 +7,50 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 IN_FLIGHT = 256  # pairs of events not yet read before the oldest is waited for
+
+Seconds = float | Callable[[], float]  # known, or known once the device has come so far
+
+
+class Clock:
+    """Marks moments where work is done: on the host, or on the device's current stream."""
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda: Any = None
+        if device_type == "cuda":
+            import torch
+
+            self._cuda = torch.cuda
+
+    @property
+    def on_device(self) -> bool:
+        return self._cuda is not None
+
+    def mark(self) -> Any:
+        if self._cuda is None:
+            return perf_counter()
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, before: Any, after: Any) -> Seconds:
+        """Seconds from one mark to a later one. On a GPU a function: it waits if the device is not that far yet."""
+        if self._cuda is None:
+            return after - before
+
+        def seconds() -> float:
+            after.synchronize()
+            return before.elapsed_time(after) / 1e3
+
+        return seconds
+
+
+def seconds_of(value: Seconds) -> float:
+    return value() if callable(value) else value
 
 
 class StepTimer:
@@ -21,24 +61,24 @@ class StepTimer:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._cuda: Any = None
-        if device_type == "cuda":
-            import torch
-
-            self._cuda = torch.cuda
-        self.on_device = self._cuda is not None
+        self._clock = Clock(device_type)
         self._seconds = array("d")
         self._open: Any = None
         self._waiting: deque[tuple[Any, Any]] = deque()
 
+    @property
+    def on_device(self) -> bool:
+        return self._clock.on_device
+
     def start(self) -> None:
-        self._open = self._now()
+        self._open = self._clock.mark()
 
     def stop(self) -> None:
-        if self._cuda is None:
-            self._seconds.append(perf_counter() - self._open)
+        after = self._clock.mark()
+        if not self.on_device:
+            self._seconds.append(after - self._open)
             return
-        self._waiting.append((self._open, self._now()))
+        self._waiting.append((self._open, after))
         while len(self._waiting) > IN_FLIGHT or (self._waiting and self._waiting[0][1].query()):
             self._read()
 
@@ -47,14 +87,5 @@ class StepTimer:
             self._read()
         return self._seconds.tolist()
 
-    def _now(self) -> Any:
-        if self._cuda is None:
-            return perf_counter()
-        event = self._cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _read(self) -> None:
-        before, after = self._waiting.popleft()
-        after.synchronize()
-        self._seconds.append(before.elapsed_time(after) / 1e3)
+        self._seconds.append(seconds_of(self._clock.between(*self._waiting.popleft())))
