@@ -16,6 +16,8 @@ from prism_fast.cli import (
     doctor_command,
     miner_commands,
     plan_commands,
+    profile_commands,
+    report_command,
     score_command,
     verify_command,
 )
@@ -54,6 +56,8 @@ for commands in (
     compare_commands,
     data_commands,
     plan_commands,
+    profile_commands,
+    report_command,
     doctor_command,
     miner_commands,
 ):

@@ -164,6 +164,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_vram_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
             "save_s": perf_counter() - trained_s,
+            "forward_flops": instrument.forward_flops() if rank == 0 else None,
             "rank_report": report.document(instrument.model) if report else None,
         },
     )

@@ -345,7 +345,7 @@ def checked_request(document: Any, spec: RunSpec) -> dict[str, Any]:
             f"the trainer asked for batch_size={request['batch_size']}; this run pins it to {spec.batch_size}",
             rule=c.RULE_BATCH_REQUEST,
         )
-    if request["basis"] not in (("bytes",) if spec.tokenizer == "bytes" else ("bytes", "tokens")):
+    if request["basis"] not in ("bytes", "tokens"):
         raise BundleRejected(f"the trainer asked for the basis {request['basis']!r}", rule=c.RULE_TOKENIZER)
     return request
 

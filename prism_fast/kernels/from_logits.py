@@ -124,10 +124,14 @@ def uses_reference(rows: Tensor) -> bool:
 
 
 def runs_eagerly(*tensors: Tensor) -> bool:
-    """Whether numbers are at hand: not while torch.compile traces, nor for fake and other kinds of tensors, for which
-    there are the registered operators.
+    """Whether numbers are at hand and nobody looks: not while torch.compile traces, nor for fake and other kinds of
+    tensors, nor under a mode that watches operators (a FLOP counter, say), for which there are the registered ones.
     """
-    return not torch.compiler.is_compiling() and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+    )
 
 
 def fuses(rows: Tensor) -> bool:

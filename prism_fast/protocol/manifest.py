@@ -271,11 +271,21 @@ class Quantiles(_Block):
 
 
 class FlopsBlock(_Block):
+    """Of the whole run, forward and backward. MFU counts the model's own step only, not the scoring forward."""
+
     convention: Literal["6ND"] = "6ND"
-    total: float
+    total: float = Field(description="6 x parameters x tokens_seen")
     per_second: float | None
     mfu: float | None = Field(description="null where the device's peak is not known")
-    peak_flops: float | None
+    attention_aware_total: float | None = Field(
+        default=None,
+        description="three times the products of the model's own forward, attention's pairs included; null where the "
+        "model could not be counted",
+    )
+    attention_aware_per_second: float | None = None
+    attention_aware_mfu: float | None = None
+    peak_flops: float | None = Field(description="dense bf16 of all ranks' devices")
+    peak_source: str | None = None
 
 
 class PaddingBlock(_Block):
@@ -287,6 +297,20 @@ class MemoryBlock(_Block):
     peak_rss_bytes: int
     peak_device_allocated_bytes: int | None
     peak_device_reserved_bytes: int | None
+
+
+class ProfileSeries(_Block):
+    """One entry per point, which stands for `stride` steps of rank 0 from step `i` on: means, and the longest step."""
+
+    stride: int
+    i: list[int]
+    data_wait_s: list[float]
+    predict_forward_s: list[float]
+    scoring_kernel_s: list[float]
+    miner_step_s: list[float]
+    ledger_s: list[float]
+    step_max_s: list[float]
+    tokens_per_s: list[float] = Field(description="all ranks, over the steps' own time")
 
 
 class ThroughputProfile(_Block):
@@ -308,6 +332,7 @@ class ThroughputProfile(_Block):
     memory: MemoryBlock
     startup_s: dict[str, float]
     heldout_s: float | None
+    series: ProfileSeries | None = None
 
 
 class RunStatus(_Block):
