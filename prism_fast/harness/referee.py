@@ -18,14 +18,18 @@ from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
 from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
 from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
 from prism_fast.harness.seed_run import SeedRun
+from prism_fast.harness.static_contract import StaticReport, check_single_node, check_static_contract
 from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.errors import EXIT_SCORED, BundleRejected, EngineFault, PrismError, UsageError
+from prism_fast.protocol.ladder import max_parameters_for_stage
+from prism_fast.protocol.pins import scale_pin_public_ok
 from prism_fast.protocol.run_spec import RunSpec
+from prism_fast.protocol.settings import read_settings
 
-PUBLIC_SEEDS = 3
+PUBLIC_SEEDS = c.PUBLIC_MIN_SEEDS
 SEED_FILES = (
     c.RUN_MANIFEST_FILE,
     c.TRAIN_SERIES_FILE,
@@ -74,9 +78,11 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     from prism_fast.data.corpus import resolve_data, verify_corpus
     from prism_fast.data.tokenizers import reference_tokenizer
 
-    _check_request(request)
+    _check_request(request, reporter)
     bundle = load_bundle(request.bundle)
+    contract = _check_contract(request, bundle, reporter)
     tokenizer = reference_tokenizer(request.tokenizer)
+    _check_vocabulary(request, tokenizer)
     seconds: dict[str, float] = {}
 
     began = monotonic()
@@ -110,16 +116,34 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         tokenizer=tokenizer,
         byte_tokenizer=reference_tokenizer("bytes"),
         isolation=isolation,
+        contract=contract,
         seconds=seconds,
     )
 
 
-def _check_request(request: ScoreRequest) -> None:
-    if request.nproc > c.MAX_NPROC or request.nproc < 1:
-        raise BundleRejected(
-            f"--nproc {request.nproc}: a run is bound to one node with 1 to {c.MAX_NPROC} processes",
-            rule=c.RULE_SINGLE_NODE_BOUND,
+def _check_contract(request: ScoreRequest, bundle: Bundle, reporter: Reporter) -> StaticReport:
+    """The static distributed contract, before anything runs. Raises BundleRejected where the policy says so."""
+    policy = request.policy or read_settings().distributed_contract_policy
+    contract = check_static_contract(bundle, policy or ("reject" if request.nproc > 1 else "flag"))
+    contract.enforce()
+    if not contract.ok:
+        named = ", ".join(requirement.name for requirement in contract.unmet)
+        reporter.warn(f"training.py does not meet the distributed contract ({named}): see `prism-fast check`")
+    return contract
+
+
+def _check_vocabulary(request: ScoreRequest, tokenizer: Any) -> None:
+    if request.vocab_size is not None and request.vocab_size < tokenizer.n_vocab and request.accounting == "exact":
+        raise UsageError(
+            f"--vocab-size {request.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids and each "
+            "needs its own; only --accounting prism-v2 folds ids"
         )
+
+
+def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
+    check_single_node(request.nproc)
+    if request.pin is not None and not (guard := scale_pin_public_ok(request.pin)).ok:
+        reporter.warn(f"provisional, no public claim can be made of it: {', '.join(guard.reasons)}")
     for option, value, available in (
         ("--capture", request.capture, ("strict",)),
         ("--accounting", request.accounting, ("exact",)),
@@ -143,6 +167,8 @@ def _check_request(request: ScoreRequest) -> None:
         ("--batch-size", request.batch_size),
         ("--token-budget", request.token_budget),
         ("--step-budget", request.step_budget),
+        ("--flops-budget", request.flops_budget),
+        ("--vocab-size", request.vocab_size),
         ("--budget-seconds", request.budget_seconds),
         ("--val-byte-budget", request.val_byte_budget),
         ("--torch-threads", request.torch_threads),
@@ -193,6 +219,9 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
     return RunSpec(
         engine_version=prism_fast.__version__,
         bundle_digest=prepared.bundle.digest,
+        mode=request.mode,  # type: ignore[arg-type]
+        param_ladder_stage=request.stage,  # type: ignore[arg-type]
+        max_parameters=max_parameters_for_stage(request.stage),
         seed=seed,
         seal=request.seal,  # type: ignore[arg-type]
         capture=request.capture,  # type: ignore[arg-type]
@@ -203,11 +232,12 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         corpus_fingerprint=prepared.corpus.fingerprint,
         val_corpus_fingerprint=prepared.val_corpus.fingerprint if prepared.val_corpus else None,
         val_byte_budget=request.val_byte_budget,
-        vocab_size=-(-prepared.tokenizer.n_vocab // 64) * 64,
+        vocab_size=request.vocab_size or -(-prepared.tokenizer.n_vocab // 64) * 64,
         sequence_length=request.sequence_length,
         batch_size=request.batch_size,
         token_budget=request.token_budget,
         step_budget=request.step_budget,
+        flops_budget=request.flops_budget,
         budget_seconds=request.budget_seconds,
         watchdog_grace_seconds=request.watchdog_grace_seconds,
         artifacts_quota_bytes=request.artifacts_quota_bytes,

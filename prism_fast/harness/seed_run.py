@@ -24,6 +24,7 @@ from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import canonical_json, sha256_hex, write_atomically, write_json
 from prism_fast.protocol.errors import EngineFault
+from prism_fast.protocol.pins import scale_pin_public_ok
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import HeldOut, Score, compute_score
 
@@ -234,7 +235,9 @@ class SeedRun:
             train_s=trained.train_s,
             wall_s=wall_s,
             heldout_s=heldout_s,
-            ineligible_reasons=_ineligible(spec, stopped_reason, score),
+            ineligible_reasons=_ineligible(spec, stopped_reason, score, prepared),
+            pin=_pin_block(self.request),
+            distributed_contract=_contract_block(prepared),
             script_sha256={name: sha256_hex(script) for name, script in prepared.bundle.scripts.items()},
             probes=self._probes + (self.session.probes if self.session is not None else 0),
         )
@@ -245,7 +248,22 @@ class SeedRun:
         return manifest
 
 
-def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
+def _pin_block(request: ScoreRequest) -> m.PinBlock | None:
+    if request.pin is None or request.pin_name is None:
+        return None
+    guard = scale_pin_public_ok(request.pin)
+    return m.PinBlock(name=request.pin_name, sha256=request.pin.digest, public_ok=guard.ok, reasons=list(guard.reasons))
+
+
+def _contract_block(prepared: Prepared) -> m.ContractBlock | None:
+    contract = prepared.contract
+    if contract is None:
+        return None
+    off = contract.policy == "off"
+    return m.ContractBlock(policy=contract.policy, ok=None if off else contract.ok, unmet=contract.flags)
+
+
+def _ineligible(spec: RunSpec, stopped_reason: str, score: Score, prepared: Prepared) -> list[str]:
     """Why this run cannot take the crown, whatever its score."""
     reasons = []
     if spec.seal != "sealed":
@@ -260,6 +278,10 @@ def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
         reasons.append("the run was interrupted")
     if score.degraded:
         reasons.append("no held-out figure")
+    if prepared.contract is not None and prepared.contract.policy == "off":
+        reasons.append("the distributed contract was not looked at")
+    elif prepared.contract is not None and not prepared.contract.ok:
+        reasons.append(f"the distributed contract is not met: {', '.join(prepared.contract.flags)}")
     return reasons
 
 

@@ -105,6 +105,7 @@ RULES = frozenset(value for name, value in list(globals().items()) if name.start
 # Why the training loop stopped, in order of precedence
 STOP_TOKEN_BUDGET = "token_budget"
 STOP_STEP_BUDGET = "step_budget"
+STOP_FLOPS_BUDGET = "flops_budget"
 STOP_WALL_CLOCK = "wall_clock"
 STOP_DATA_EXHAUSTED = "data_exhausted"
 STOP_INTERRUPTED = "interrupted"
