@@ -25,7 +25,9 @@ from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.errors import EXIT_SCORED, BundleRejected, EngineFault, PrismError, UsageError
 from prism_fast.protocol.ladder import max_parameters_for_stage
+from prism_fast.protocol.modes import FULL_SCALE
 from prism_fast.protocol.pins import scale_pin_public_ok
+from prism_fast.protocol.readiness import probe_full_scale_readiness
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.settings import read_settings
 
@@ -86,20 +88,27 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     seconds: dict[str, float] = {}
 
     began = monotonic()
-    reporter.stage(f"reading {request.data}")
-    corpus = resolve_data(request.data, tokenizer, request.cache_dir, reporter.packing)
-    val_corpus = resolve_data(request.val, tokenizer, request.cache_dir, reporter.packing) if request.val else corpus
+    if request.mode == FULL_SCALE:
+        _check_mounts(request)
+
+    def resolve(place: str, split: str) -> Any:
+        reporter.stage(f"reading {place}")
+        return resolve_data(place, tokenizer, request.cache_dir, reporter.packing, mount_of=split)
+
+    corpus = resolve(request.data, "train")
+    phase2_corpus = resolve(request.phase2, "train") if request.phase2 else None
+    val_corpus = resolve(request.val, "val") if request.val else corpus
     seconds["data_resolve"] = monotonic() - began
 
     began = monotonic()
     reporter.stage("verifying checksums")
-    for folder in dict.fromkeys((corpus.folder, val_corpus.folder)):
-        verify_corpus(folder)
+    corpora = [corpus, val_corpus, *([phase2_corpus] if phase2_corpus else [])]
+    for found in {(each.folder, str(each.mounts)): each for each in corpora}.values():
+        verify_corpus(found.folder, mounts=found.mounts)
     seconds["data_verify"] = monotonic() - began
-    if "train" not in corpus.splits or not corpus.split("train").tokens:
-        raise UsageError(
-            f"{request.data}: no train split with text in it; splits: {', '.join(corpus.splits) or 'none'}"
-        )
+    for place, phase in ((request.data, corpus), (request.phase2, phase2_corpus)):
+        if phase is not None and ("train" not in phase.splits or not phase.split("train").tokens):
+            raise UsageError(f"{place}: no train split with text in it; splits: {', '.join(phase.splits) or 'none'}")
     if not _has_val(val_corpus):
         if request.val:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
@@ -117,6 +126,7 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         byte_tokenizer=reference_tokenizer("bytes"),
         isolation=isolation,
         contract=contract,
+        phase2_corpus=phase2_corpus,
         seconds=seconds,
     )
 
@@ -130,6 +140,18 @@ def _check_contract(request: ScoreRequest, bundle: Bundle, reporter: Reporter) -
         named = ", ".join(requirement.name for requirement in contract.unmet)
         reporter.warn(f"training.py does not meet the distributed contract ({named}): see `prism-fast check`")
     return contract
+
+
+def _check_mounts(request: ScoreRequest) -> None:
+    """Raises EngineFault naming everything that blocks a full-scale run's mounts; READY is never assumed."""
+    found = probe_full_scale_readiness(
+        train_data_dir=request.data, val_data_dir=request.val, phase2_data_dir=request.phase2, dry_run=False
+    )
+    if not found.ok:
+        raise EngineFault(
+            f"{FULL_SCALE} is BLOCKED: {'; '.join(found.reasons)}; mount them (see `prism-fast readiness`) or score "
+            "with --mode gpu_proxy_eval"
+        )
 
 
 def _check_vocabulary(request: ScoreRequest, tokenizer: Any) -> None:
@@ -230,6 +252,7 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         tokenizer=prepared.tokenizer.name,
         tokenizer_fingerprint=prepared.tokenizer.fingerprint,
         corpus_fingerprint=prepared.corpus.fingerprint,
+        phase2_corpus_fingerprint=prepared.phase2_corpus.fingerprint if prepared.phase2_corpus else None,
         val_corpus_fingerprint=prepared.val_corpus.fingerprint if prepared.val_corpus else None,
         val_byte_budget=request.val_byte_budget,
         vocab_size=request.vocab_size or -(-prepared.tokenizer.n_vocab // 64) * 64,

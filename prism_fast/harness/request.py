@@ -95,3 +95,11 @@ class Prepared:
     contract: StaticReport | None = None
     phase2_corpus: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def train(self) -> Any:
+        """The split that is trained on: the corpus', and after it that of the second phase where there is one."""
+        from prism_fast.data.corpus import joined_splits
+
+        phases = (self.corpus,) if self.phase2_corpus is None else (self.corpus, self.phase2_corpus)
+        return joined_splits(*(corpus.split("train") for corpus in phases))

@@ -85,7 +85,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     if spec.seal == "sealed":
         source = SealedSource(spec, channel)
     else:
-        split = open_corpus(job["corpus_dir"]).split("train")
+        split = job.get("train_shards") or open_corpus(job["corpus_dir"]).split("train")
         source = OpenSource(
             spec,
             channel,

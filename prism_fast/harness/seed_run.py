@@ -97,6 +97,7 @@ class SeedRun:
                 {
                     "bundle_dir": bundle_dir,
                     "corpus_dir": folder,
+                    "train_shards": [] if sealed else [str(path) for path in self.prepared.train.shards],
                     "data_dir": folder,
                     "artifacts_dir": str(self.run_dir / c.ARTIFACTS_DIR),
                     "tokenizer_dir": str(ASSETS),
@@ -126,7 +127,7 @@ class SeedRun:
             self.environment,
             self.run_dir,
             SealedData(
-                split=prepared.corpus.split("train"),
+                split=prepared.train,
                 tokenizer=prepared.tokenizer,
                 byte_tokenizer=prepared.byte_tokenizer,
                 prefetch=self.request.prefetch,
@@ -208,7 +209,7 @@ class SeedRun:
     ) -> m.RunManifest:
         prepared, spec, run_dir = self.prepared, self.spec, self.run_dir
         assert trained.model is not None
-        train_split = prepared.corpus.split("train")
+        train_split = prepared.train
         stopped_reason = trained.done[0]["stopped_reason"]
         submission_id = prepared.bundle.submission_id
         facts = RunFacts(
@@ -217,7 +218,9 @@ class SeedRun:
             run_id=f"{submission_id}-{spec.seed}-{spec.hash[:12]}",
             run_dir=run_dir,
             data_dir=self.request.data,
-            data_source=prepared.corpus.manifest.dataset.name,
+            data_source=" then ".join(
+                corpus.manifest.dataset.name for corpus in (prepared.corpus, prepared.phase2_corpus) if corpus
+            ),
             shard_count=len(train_split.shards),
             available_bytes=train_split.bytes,
             hello=trained.hello,

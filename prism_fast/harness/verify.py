@@ -24,6 +24,7 @@ from prism_fast.protocol.canonical import canonical_json, file_sha256, sha256_he
 from prism_fast.protocol.errors import PrismError, UsageError
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import CodeLength, HeldOut, compute_score
+from prism_fast.protocol.settings import phase2_sibling
 
 KEPT_SCORE_FIELDS = (
     "final_score",
@@ -45,13 +46,15 @@ def verify_run(
     seed_dir: Path,
     *,
     data: str | None = None,
+    phase2: str | None = None,
     cache_dir: Path | None = None,
     bundle: Path | None = None,
     replay: int = 0,
 ) -> Iterator[str]:
     """Yields one sentence per disagreement; nothing when the run is what it says it is.
 
-    `data`: the corpus the run was scored on (as for `prism-fast score --data`), to check every batch against it.
+    `data`: the corpus the run was scored on (as for `prism-fast score --data`), to check every batch against it;
+    `phase2`: the second one of a full-scale run (default: the sibling sample-100BT).
     `replay`: batches to execute again, which needs `data` and `bundle`. Raises UsageError when there is no run here.
     """
     try:
@@ -75,7 +78,7 @@ def verify_run(
         return
     yield from _figures(seed_dir, manifest, spec, records)
     if data is not None:
-        yield from _against_corpus(data, cache_dir, manifest, spec, records)
+        yield from _against_corpus(data, phase2, cache_dir, manifest, spec, records)
     if replay:
         if data is None or bundle is None:
             raise UsageError("--replay executes batches again: it needs --data and --bundle")
@@ -179,21 +182,28 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
 
 
 def _against_corpus(
-    data: str, cache_dir: Path | None, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray
+    data: str, phase2: str | None, cache_dir: Path | None, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray
 ) -> Iterator[str]:
-    from prism_fast.data.corpus import resolve_data, verify_corpus
+    from prism_fast.data.corpus import joined_splits, resolve_data, verify_corpus
     from prism_fast.data.stream import TokenStream
     from prism_fast.data.tokenizers import reference_tokenizer
 
-    corpus = resolve_data(data, reference_tokenizer(spec.tokenizer), cache_dir)
-    verify_corpus(corpus.folder)
-    if corpus.fingerprint != spec.corpus_fingerprint:
-        yield f"{data}: corpus {corpus.fingerprint[:12]}; the run was scored on {spec.corpus_fingerprint[:12]}"
-        return
+    places = [(data, spec.corpus_fingerprint)]
+    if spec.phase2_corpus_fingerprint is not None:
+        places.append((phase2 or phase2_sibling(data), spec.phase2_corpus_fingerprint))
+    phases = []
+    for place, fingerprint in places:
+        corpus = resolve_data(place, reference_tokenizer(spec.tokenizer), cache_dir, mount_of="train")
+        verify_corpus(corpus.folder, mounts=corpus.mounts)
+        if corpus.fingerprint != fingerprint:
+            yield f"{place}: corpus {corpus.fingerprint[:12]}; the run was scored on {fingerprint[:12]}"
+            return
+        phases.append(corpus.split("train"))
+    split = joined_splits(*phases)
     for rank in range(spec.world_size):
         own = records[rank :: spec.world_size]
         stream = TokenStream(
-            corpus.split("train"),
+            split,
             manifest.engine.seq_len,
             manifest.engine.batch_size,
             basis="bytes" if manifest.engine.basis == "bytes" and spec.tokenizer != "bytes" else "tokens",
@@ -244,7 +254,6 @@ def _replay(
                 token_budget=spec.token_budget,
                 step_budget=batches,
                 flops_budget=spec.flops_budget,
-                mode=spec.mode,
                 stage=spec.param_ladder_stage,
                 vocab_size=spec.vocab_size,
                 policy="off",
