@@ -135,8 +135,12 @@ def score(
             "with one)."
         ),
     ] = None,
-    accounting: Annotated[Accounting, typer.Option(help="How bytes and losses are counted.")] = Accounting.exact,
-    seal: Annotated[Seal, typer.Option(help="Where the bundle is predicted and scored.")] = Seal.sealed,
+    accounting: Annotated[
+        Accounting, typer.Option(help="How bytes and losses are counted; prism-v2: as the original engine did.")
+    ] = Accounting.exact,
+    seal: Annotated[
+        Seal | None, typer.Option(help="Where the bundle is predicted and scored (default: sealed; prism-v2: open).")
+    ] = None,
     capture: Annotated[Capture, typer.Option(help="How a prediction is taken.")] = Capture.strict,
     isolation: Annotated[Isolation, typer.Option(help="Sandbox around bundle code.")] = Isolation.auto,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
@@ -182,6 +186,8 @@ def score(
         val_byte_budget=val_byte_budget,
         seeds=None if seeds is None else _seeds(seeds),
         nproc=nproc,
+        accounting=accounting.value,
+        seal=seal and seal.value,
     )
     request = ScoreRequest(
         bundle=bundle,
@@ -190,8 +196,6 @@ def score(
         watchdog_grace_seconds=watchdog_grace,
         artifacts_quota_bytes=artifacts_quota,
         policy=policy.value if policy else None,  # type: ignore[arg-type]
-        accounting=accounting.value,
-        seal=seal.value,
         capture=capture.value,
         isolation=isolation.value,
         device=device.value,

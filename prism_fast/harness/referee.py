@@ -68,7 +68,7 @@ def score_bundle(
             results.append(_score_seed(request, prepared, seed, reporter, stop))
             if results[-1].status != "scored" or stop.reason is not None:
                 break
-        summary = _summarise(prepared.bundle, results)
+        summary = _summarise(prepared.bundle, results, request.accounting)
         write_json(request.out / c.SUMMARY_FILE, summary.model_dump(mode="json"))
         return summary
 
@@ -166,15 +166,20 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
     check_single_node(request.nproc)
     if request.pin is not None and not (guard := scale_pin_public_ok(request.pin)).ok:
         reporter.warn(f"provisional, no public claim can be made of it: {', '.join(guard.reasons)}")
-    for option, value, available in (
-        ("--capture", request.capture, ("strict",)),
-        ("--accounting", request.accounting, ("exact",)),
-    ):
-        if value not in available:
+    if request.capture != "strict":
+        raise UsageError(
+            f"--capture {request.capture} is not built into this version ({prism_fast.__version__}); "
+            "use --capture strict"
+        )
+    if request.accounting != "exact":
+        if request.seal != "open" or request.nproc != 1:
             raise UsageError(
-                f"{option} {value} is not built into this version ({prism_fast.__version__}); "
-                f"use {option} {' or '.join(available)}"
+                f"--accounting {request.accounting} scores as the original engine did, in the bundle's one process, "
+                f"not --seal {request.seal} --nproc {request.nproc}; use --seal open --nproc 1"
             )
+        reporter.warn(
+            f"accounting {request.accounting}: the original engine's rules, to compare with its figures alone"
+        )
     if request.seal == "open" and request.isolation == "bwrap":
         raise UsageError(
             "--isolation bwrap: open mode runs the bundle in the process that scores it; use --seal sealed"
@@ -237,6 +242,7 @@ def _score_seed(
 
 
 def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpec:
+    exact = request.accounting == "exact"
     threads = request.torch_threads or max(1, usable_cpus() // request.nproc)
     return RunSpec(
         engine_version=prism_fast.__version__,
@@ -254,8 +260,10 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         corpus_fingerprint=prepared.corpus.fingerprint,
         phase2_corpus_fingerprint=prepared.phase2_corpus.fingerprint if prepared.phase2_corpus else None,
         val_corpus_fingerprint=prepared.val_corpus.fingerprint if prepared.val_corpus else None,
-        val_byte_budget=request.val_byte_budget,
-        vocab_size=request.vocab_size or -(-prepared.tokenizer.n_vocab // 64) * 64,
+        val_byte_budget=request.val_byte_budget or (None if exact else c.PRISM_V2_HELDOUT_BYTES),
+        vocab_size=request.vocab_size
+        or (None if exact else c.DEFAULT_VOCAB_SIZE)
+        or -(-prepared.tokenizer.n_vocab // 64) * 64,
         sequence_length=request.sequence_length,
         batch_size=request.batch_size,
         token_budget=request.token_budget,
@@ -330,7 +338,7 @@ def _seed_result(
     )
 
 
-def _summarise(bundle: Bundle, results: list[m.SeedResult]) -> m.RunSummary:
+def _summarise(bundle: Bundle, results: list[m.SeedResult], accounting: str) -> m.RunSummary:
     scored = [r for r in results if r.status == "scored"]
 
     def spread(name: str) -> m.Spread | None:
@@ -343,6 +351,7 @@ def _summarise(bundle: Bundle, results: list[m.SeedResult]) -> m.RunSummary:
 
     return m.RunSummary(
         submission_id=bundle.submission_id,
+        accounting=accounting,
         posture="public" if len({r.seed for r in scored}) >= PUBLIC_SEEDS else "provisional",
         seeds=results,
         final_score=spread("final_score"),

@@ -145,7 +145,8 @@ def build_documents(
         ),
     )
     gpu_count = spec.world_size if hello["device"].startswith("cuda") else 0
-    tail_bytes, tail_tokens = (plan["corpus_bytes"] - ledger.bytes, plan["corpus_tokens"] - ledger.scored_tokens)
+    covered_tokens = ledger.scored_tokens if spec.exact else ledger.positions  # there, row-first tokens count
+    tail_bytes, tail_tokens = (plan["corpus_bytes"] - ledger.bytes, plan["corpus_tokens"] - covered_tokens)
     manifest = m.RunManifest(
         submission_id=facts.submission_id,
         run_id=facts.run_id,
@@ -187,7 +188,7 @@ def build_documents(
         metrics=m.MetricsBlock(
             online_loss=online.nats / online.tokens,
             step0_loss=ledger.step0_loss,
-            random_init_baseline_nats=float(np.log(model["head_width"])),
+            random_init_baseline_nats=float(np.log(spec.baseline_width(model["head_width"]))),
             consumed_batches=ledger.batches,
             covered_bytes=online.bytes,
             total_bytes_covered=online.bytes,

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import prism_fast
 from prism_fast.harness.evaluator_client import Evaluator
@@ -23,7 +24,7 @@ from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import canonical_json, sha256_hex, write_atomically, write_json
-from prism_fast.protocol.errors import EngineFault
+from prism_fast.protocol.errors import BundleFailed, EngineFault
 from prism_fast.protocol.pins import scale_pin_public_ok
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import HeldOut, Score, compute_score
@@ -76,10 +77,11 @@ class SeedRun:
         score = compute_score(
             ledger.code_length,
             step0_loss=ledger.step0_loss,
-            head_width=trained.model["head_width"],
+            head_width=self.spec.baseline_width(trained.model["head_width"]),
             faults=ledger.faults,
             heldout=heldout,
             violations=list(violations),
+            cap_twin_at_uniform=self.spec.exact,
         )
         return self._write(trained, ledger, score, monotonic() - began, heldout_s)
 
@@ -179,6 +181,8 @@ class SeedRun:
                 self.session.shadow.set_deadline(deadline)
             else:
                 layout, region = load_state(self.run_dir / c.WEIGHTS_FILE)
+            if not spec.exact:
+                return self._held_out_v2(evaluator, layout, region, before_batch), []
             basis = "tokens" if spec.tokenizer == "bytes" else trained.model["basis"]
             basis_tokenizer = prepared.tokenizer if basis == "tokens" else prepared.byte_tokenizer
             evaluator.n_vocab = basis_tokenizer.n_vocab
@@ -201,6 +205,31 @@ class SeedRun:
         write_json(self.run_dir / c.HELDOUT_FILE, report)
         self._probes = sum(report[p]["probes"] for p in ("trained", "train_prefix"))
         return heldout, sorted({r for p in ("trained", "train_prefix") for r in report[p]["broken_rules"]})
+
+    def _held_out_v2(
+        self, evaluator: Evaluator, layout: Any, region: Any, before_batch: Callable[[], None]
+    ) -> HeldOut | None:
+        """By the original's rules; a model that fails there has no held-out figure, as it had none there."""
+        from prism_fast.harness.prism_v2 import score_heldout_v2
+
+        spec, prepared = self.spec, self.prepared
+        try:
+            heldout, report = score_heldout_v2(
+                evaluator,
+                layout,
+                region,
+                corpus=prepared.corpus,
+                val_corpus=prepared.val_corpus,
+                seq_len=spec.sequence_length,
+                vocab_size=spec.vocab_size,
+                byte_budget=spec.val_byte_budget,
+                before_batch=before_batch,
+            )
+        except BundleFailed as error:
+            self.reporter.warn(f"no held-out figure, the score is degraded: {error}")
+            return None
+        write_json(self.run_dir / c.HELDOUT_FILE, report)
+        return heldout
 
     # -------------------------------------------------------------------------------------------------------- results
 

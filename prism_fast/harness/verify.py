@@ -151,8 +151,8 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     heldout = None
     if (seed_dir / c.HELDOUT_FILE).is_file():
         report = orjson.loads((seed_dir / c.HELDOUT_FILE).read_bytes())
-        documents = np.load(seed_dir / c.HELDOUT_DOCUMENTS_FILE)
-        for name in ("trained", "twin"):
+        for name in ("trained", "twin") if spec.exact else ():  # prism-v2 has no figures of documents
+            documents = np.load(seed_dir / c.HELDOUT_DOCUMENTS_FILE)
             total = 0.0
             for value in documents[f"nats_{name}"].tolist():
                 total += value
@@ -166,10 +166,11 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     score = compute_score(
         online,
         step0_loss=step0,
-        head_width=manifest.engine.head_width,
+        head_width=spec.baseline_width(manifest.engine.head_width),
         faults=int(faults.sum()),
         heldout=heldout,
         violations=[f for f in manifest.score.flags if f.startswith(RULE_PREFIX)],
+        cap_twin_at_uniform=spec.exact,
     )
     folded = dataclasses.asdict(score)
     for field in KEPT_SCORE_FIELDS:
@@ -177,7 +178,7 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     series = (seed_dir / c.TRAIN_SERIES_FILE).read_bytes() if (seed_dir / c.TRAIN_SERIES_FILE).is_file() else b""
     if series and sha256_hex(canonical_json(orjson.loads(series))) != metrics.train_series.sha256:
         yield f"{seed_dir / c.TRAIN_SERIES_FILE}: not the series whose digest the manifest holds"
-    if not math.isclose(metrics.random_init_baseline_nats, math.log(manifest.engine.head_width)):
+    if not math.isclose(metrics.random_init_baseline_nats, math.log(spec.baseline_width(manifest.engine.head_width))):
         yield f"{seed_dir / c.RUN_MANIFEST_FILE}: random_init_baseline_nats is not ln of the head's width"
 
 
@@ -200,6 +201,9 @@ def _against_corpus(
             return
         phases.append(corpus.split("train"))
     split = joined_splits(*phases)
+    if not spec.exact:
+        yield from _against_contiguous_rows(split, manifest, spec, records)
+        return
     for rank in range(spec.world_size):
         own = records[rank :: spec.world_size]
         stream = TokenStream(
@@ -221,6 +225,24 @@ def _against_corpus(
                         f"{stated}; the corpus has {found}"
                     )
                     return
+
+
+def _against_contiguous_rows(split: Any, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray) -> Iterator[str]:
+    from prism_fast.data.contiguous import ContiguousStream, WholeBytes
+
+    engine, whole = manifest.engine, WholeBytes()
+    stream = ContiguousStream(
+        split, engine.seq_len, engine.batch_size, basis=engine.basis, token_budget=spec.token_budget
+    )
+    for record in records:
+        block = next(stream, None)
+        found = None if block is None else (whole(block.utf8_bytes), block.tokens.size)
+        stated = (int(record["bytes"]), int(record["positions"]))
+        if found != stated:
+            yield (
+                f"{c.LEDGER_FILE}: batch {int(record['index'])} states (bytes, tokens) = {stated}; the corpus: {found}"
+            )
+            return
 
 
 def _replay(
@@ -261,6 +283,7 @@ def _replay(
                 val_byte_budget=1,
                 seeds=(spec.seed,),
                 nproc=spec.world_size,
+                accounting=spec.accounting,
                 seal=spec.seal,
                 isolation=spec.isolation if spec.seal == "sealed" else "auto",
                 device=spec.device,

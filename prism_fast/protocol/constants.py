@@ -50,6 +50,7 @@ PUBLIC_MIN_SEEDS = 3  # distinct seeds; fewer make a claim provisional
 DEFAULT_SEQUENCE_LENGTH = 128
 DEFAULT_TOKEN_BUDGET = 500_000
 DEFAULT_VOCAB_SIZE = 50_304  # gpt2's 50,257 rounded up to a multiple of 64
+PRISM_V2_HELDOUT_BYTES = 65_536  # the original's held-out prefix
 DEFAULT_BUDGET_SECONDS = 1200.0
 WATCHDOG_GRACE_SECONDS = 120.0
 STARTUP_ALLOWANCE_SECONDS = 300.0  # imports, model build and compile before train(ctx) is entered

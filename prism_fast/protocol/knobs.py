@@ -40,6 +40,8 @@ class Given:
     val_byte_budget: int | None = None
     seeds: tuple[int, ...] | None = None
     nproc: int | None = None
+    accounting: str | None = None
+    seal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Knobs:
     val_byte_budget: int | None
     seeds: tuple[int, ...]
     nproc: int
+    accounting: str
+    seal: str
     pin_name: str | None = None
     pin: ProtocolPin | None = None
 
@@ -88,6 +92,7 @@ def settle_knobs(given: Given, pin_name: str | None = None, settings: PrismSetti
     mode = settled("mode", pin and pin.mode, settings.execution_mode)
     phases_of(mode)
     data, val, phase2 = _places(given, mode, settings)
+    accounting = given.accounting or "exact"
     return Knobs(
         data=data,
         val=val,
@@ -105,6 +110,8 @@ def settle_knobs(given: Given, pin_name: str | None = None, settings: PrismSetti
         val_byte_budget=given.val_byte_budget,
         seeds=settled("seeds", pin and pin.seeds, (settings.seed,)),
         nproc=settled("nproc", pin and pin.scored_nproc, 1),
+        accounting=accounting,
+        seal=given.seal or ("sealed" if accounting == "exact" else "open"),  # the original knew no seal
         pin_name=pin_name,
         pin=pin,
     )

@@ -365,6 +365,7 @@ class Spread(_Block):
 class RunSummary(_Block):
     schema_version: Literal["prism_run_summary.v1"] = c.SUMMARY_SCHEMA
     submission_id: str
+    accounting: str = "exact"
     posture: Literal["public", "provisional"] = Field(description="public needs at least three distinct scored seeds")
     seeds: list[SeedResult]
     final_score: Spread | None

@@ -52,6 +52,16 @@ class RunSpec(BaseModel):
     deterministic_algorithms: bool = True
 
     @property
+    def exact(self) -> bool:
+        """Whether figures follow the exact accounting; if not, the original engine's (prism-v2)."""
+        return self.accounting == "exact"
+
+    def baseline_width(self, head_width: int) -> int:
+        """Symbols of the random-init baseline that the step-0 threshold is half of: the head's own, or the original's
+        `ctx.vocab_size`."""
+        return head_width if self.exact else self.vocab_size
+
+    @property
     def hash(self) -> str:
         """sha256 of the canonical JSON of the spec."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))

@@ -91,6 +91,7 @@ def compare_runs(a_path: Path, b_path: Path, mode: Mode | None = None) -> dict[s
         "protocol_id": c.PROTOCOL_ID,
         "protocol_hash": _protocol_hash(pairs, seeds),
         "mode": chosen,
+        "accounting": pairs[0][0].spec.accounting if pairs else None,
         "primary_form": "heldout_delta",
         "side_a": _side(a, side_reasons[0]),
         "side_b": _side(b, side_reasons[1]),
