@@ -31,6 +31,7 @@ RULERS = (
     ("tokenizer", lambda r: r.spec.tokenizer_fingerprint),
     ("basis", lambda r: r.manifest.engine.basis),
     ("training corpus", lambda r: r.spec.corpus_fingerprint),
+    ("second training corpus", lambda r: r.spec.phase2_corpus_fingerprint),
     ("validation corpus", lambda r: r.spec.val_corpus_fingerprint),
     ("validation byte budget", lambda r: r.spec.val_byte_budget),
 )
@@ -39,6 +40,7 @@ PINNED = (
     ("mode", lambda r: r.spec.mode),
     ("param_ladder_stage", lambda r: r.spec.param_ladder_stage),
     ("param_cap", lambda r: r.spec.max_parameters),
+    ("vocab_size", lambda r: r.spec.vocab_size),
     ("seq_len", lambda r: r.manifest.engine.seq_len),
     ("batch_size", lambda r: r.manifest.engine.batch_size),
     ("token_budget", lambda r: r.spec.token_budget),
