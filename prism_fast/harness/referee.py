@@ -45,6 +45,7 @@ SEED_FILES = (
     c.WEIGHTS_FILE,
     c.TRAINER_LOG_FILE,
     c.EVALUATOR_LOG_FILE,
+    c.DENSIFY_FILE,
 )
 
 
@@ -290,7 +291,8 @@ def _fresh_directory(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in SEED_FILES:
         (run_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(run_dir / c.ARTIFACTS_DIR, ignore_errors=True)
+    for name in (c.ARTIFACTS_DIR, c.BUNDLE_DIR):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
     (run_dir / c.ARTIFACTS_DIR).mkdir()
 
 

@@ -59,6 +59,7 @@ class SeedRun:
         began = monotonic()
         keep = set(descendants(os.getpid()))
         write_json(self.run_dir / c.RUN_SPEC_FILE, self.spec.model_dump(mode="json"))
+        self.prepared.bundle.write_to(self.run_dir / c.BUNDLE_DIR)
         ledger = Ledger(self.run_dir, self.spec.world_size)
         try:
             trained = self._train(ledger)

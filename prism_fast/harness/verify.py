@@ -105,6 +105,9 @@ def _digests(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec) -> Iterator
             yield f"{path}: missing; the manifest names it with sha256 {digest[:12]}"
         elif (found := file_sha256(path)) != digest:
             yield f"{path}: sha256 {found[:12]}; the manifest names {digest[:12]}"
+    kept = seed_dir / c.BUNDLE_DIR
+    if kept.is_dir() and (found := _digest_of_bundle(kept)) != engine.bundle_sha256:
+        yield f"{kept}: bundle {found[:12]}; the manifest names {engine.bundle_sha256[:12]}"
     chain = seed_dir / c.LEDGER_CHAIN_FILE
     if not chain.is_file():
         yield f"{chain}: missing"
@@ -114,6 +117,15 @@ def _digests(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec) -> Iterator
             yield f"{chain}: does not follow from {c.LEDGER_FILE}"
         elif (links[-1].hex() if links else layout.CHAIN_SEED.hex()) != engine.ledger_chain:
             yield f"{chain}: its last link is not the manifest's"
+
+
+def _digest_of_bundle(folder: Path) -> str:
+    from prism_fast.harness.bundle import load_bundle
+
+    try:
+        return load_bundle(folder).digest
+    except PrismError as error:
+        return str(error)
 
 
 def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray) -> Iterator[str]:

@@ -21,6 +21,7 @@ READINESS_SCHEMA: Final = "prism_full_scale_readiness.v1"
 SCALE_LADDER_SCHEMA: Final = "prism_scale_ladder.v1"
 RESEARCH_ANNEX_SCHEMA: Final = "prism_research_protocol_annex.v1"
 STATIC_CONTRACT_SCHEMA: Final = "prism_static_contract.v1"
+DENSIFY_SCHEMA: Final = "prism_densify.v1"
 FUNCTIONAL_CONTRACT_SCHEMA: Final = "prism_functional_contract.v1"
 PROTOCOL_ID: Final = "prism_official_compare.v1"
 
@@ -40,6 +41,8 @@ WEIGHTS_FILE = "trained_state.safetensors"
 TRAINER_LOG_FILE = "trainer.log"
 EVALUATOR_LOG_FILE = "evaluator.log"
 ARTIFACTS_DIR = "artifacts"
+BUNDLE_DIR = "bundle"  # the two scripts, as they were run
+DENSIFY_FILE = "prism_densify.v1.json"
 SUMMARY_FILE = "summary.json"
 CORPUS_MANIFEST_FILE = "MANIFEST.json"
 
