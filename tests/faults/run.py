@@ -209,8 +209,8 @@ def run(injections: int, seed: int, limit: float = 30.0, kinds: tuple[str, ...] 
                 inject(injection, source, folder, cache, limit)
             except Broken as error:
                 raise Broken(f"{injection}: {error}") from None
-            print(f"{number:>4}  {injection.kind:<10} {injection.what:<44} at {injection.after_s:5.1f} s: "
-                  f"exit {injection.exit_code}, {injection.status or 'no status'}, {injection.ended_s:.1f} s", flush=True)  # fmt: skip
+            how = f"exit {injection.exit_code}, {injection.status or 'no status'}, {injection.ended_s:.1f} s"
+            print(f"{number:>4}  {kind:<10}{injection.what:<44} at {injection.after_s:5.1f} s: {how}", flush=True)
             done.append(injection)
             shutil.rmtree(folder)
     return done
