@@ -14,7 +14,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exploit"
 
 exploits: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests/exploits
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests
 
 bench: install
 	$(BIN)/python -m benchmarks
