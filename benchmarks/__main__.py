@@ -6,7 +6,8 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows.
-NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader")
+# step_time, mask: profiles.md's probes on the examples.
+NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader", "step_time", "mask")
 
 
 def main(names: list[str]) -> int:
@@ -16,6 +17,7 @@ def main(names: list[str]) -> int:
         return 2
     for name in names or NAMES:
         print(f"== {name}", flush=True)
+        sys.argv = [f"benchmarks/{name}.py"]  # each reads its own options, and has none here
         importlib.import_module(f"benchmarks.{name}").main()
     return 0
 
