@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test exploits lint bench fuzz format clean install
+.PHONY: demo test exploits lint bench fuzz docs format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 20480
@@ -21,6 +21,10 @@ bench: install
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --out benchmarks/results/fuzz.json
+
+# The site, with no warning left: site/index.html.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -39,8 +43,8 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 ninja torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build runs
+	rm -rf $(VENV) build runs site

@@ -5,9 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 
-# padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows.
-# step_time, mask: profiles.md's probes on the examples.
-NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader", "step_time", "mask")
+# padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
+# overhead: what scoring costs; step_time, mask: profiles.md's probes on the examples.
+NAMES = (
+    "losses",
+    "planner",
+    "padding",
+    "packer",
+    "reader",
+    "bucketed_loader",
+    "transformers_patch",
+    "overhead",
+    "step_time",
+    "mask",
+)
 
 
 def main(names: list[str]) -> int:
@@ -17,7 +28,7 @@ def main(names: list[str]) -> int:
         return 2
     for name in names or NAMES:
         print(f"== {name}", flush=True)
-        sys.argv = [f"benchmarks/{name}.py"]  # each reads its own options, and has none here
+        sys.argv = [name]  # what a benchmark parses are its own options
         importlib.import_module(f"benchmarks.{name}").main()
     return 0
 

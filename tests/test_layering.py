@@ -10,11 +10,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prism_fast"
 # A layer may import itself, its own level and what lies below.
-LEVELS = [{"protocol"}, {"data", "kernels"}, {"report", "harness", "profiling"}, {"cli"}]
+LEVELS = [
+    {"protocol"},
+    {"data", "kernels"},
+    {"report", "harness", "profiling", "integrations"},
+    {"campaign"},
+    {"cli"},
+]
 LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 FORBIDDEN = {("kernels", "data"), ("data", "kernels"), ("report", "harness"), ("report", "profiling")}
 FORBIDDEN |= {("profiling", "harness"), ("profiling", "report"), ("harness", "report")}
-ONLY = {"report": {"protocol"}}
+ONLY = {"report": {"protocol"}, "integrations": {"kernels"}}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -56,7 +56,7 @@ def compare(
 
 
 def rank(
-    runs: Annotated[list[Path], typer.Argument(help="Directories that `prism-fast score --out` wrote.")],
+    runs: Annotated[list[Path], typer.Argument(help="Directories that `score --out` or `campaign --out` wrote.")],
     submissions: Annotated[
         Path | None,
         typer.Option(help='JSON file {submission_id: {"key": ..., "committed_at": block number or time}}.'),

@@ -9,10 +9,13 @@ import typer
 
 from prism_fast import __version__
 from prism_fast.cli import (
+    campaign_command,
     check_command,
     compare_commands,
     data_commands,
+    densify_command,
     doctor_command,
+    miner_commands,
     plan_commands,
     profile_commands,
     report_command,
@@ -48,14 +51,17 @@ def _options(
 
 for commands in (
     score_command,
+    campaign_command,
     check_command,
     verify_command,
     compare_commands,
+    densify_command,
     data_commands,
     plan_commands,
     profile_commands,
     report_command,
     doctor_command,
+    miner_commands,
 ):
     commands.register(app)
 

@@ -248,7 +248,7 @@ class DocumentReader:
                     f"{source.path}: reading .zst needs the zstandard package: pip install zstandard"
                 ) from None
             reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            return stack.enter_context(io.BufferedReader(reader, 1 << 20))  # type: ignore[type-var,return-value]
+            return stack.enter_context(io.BufferedReader(reader, 1 << 20))
         return raw
 
 

@@ -18,6 +18,7 @@ from prism_fast.harness.predictor import InProcessPredictor
 from prism_fast.kernels import backend_for
 from prism_fast.profiling.step_timer import Clock
 from prism_fast.protocol import constants as c
+from prism_fast.protocol.budgets import budget_reached
 from prism_fast.protocol.run_spec import RunSpec
 
 
@@ -88,10 +89,8 @@ class OpenSource:
     def _budget_reached(self, steps: int) -> str | None:
         """Why no further batch may be handed out, in the contract's order of precedence."""
         spec = self.spec
-        if spec.token_budget is not None and self._tokens_seen >= spec.token_budget:
-            return c.STOP_TOKEN_BUDGET
-        if spec.step_budget is not None and steps >= spec.step_budget:
-            return c.STOP_STEP_BUDGET
+        if (reason := budget_reached(spec, self._tokens_seen, steps, self._predictor.model_params)) is not None:
+            return reason
         if spec.world_size > 1:
             return None  # ranks must stop together: the referee decides
         if perf_counter() - self._began >= spec.budget_seconds:

@@ -21,7 +21,10 @@ READINESS_SCHEMA: Final = "prism_full_scale_readiness.v1"
 SCALE_LADDER_SCHEMA: Final = "prism_scale_ladder.v1"
 RESEARCH_ANNEX_SCHEMA: Final = "prism_research_protocol_annex.v1"
 STATIC_CONTRACT_SCHEMA: Final = "prism_static_contract.v1"
+DENSIFY_SCHEMA: Final = "prism_densify.v1"
 FUNCTIONAL_CONTRACT_SCHEMA: Final = "prism_functional_contract.v1"
+DRY_RUN_SCHEMA: Final = "prism_dry_run.v1"
+CAMPAIGN_SCHEMA: Final = "prism_campaign.v1"
 PROTOCOL_ID: Final = "prism_official_compare.v1"
 
 # Files of one seed's run
@@ -40,6 +43,8 @@ WEIGHTS_FILE = "trained_state.safetensors"
 TRAINER_LOG_FILE = "trainer.log"
 EVALUATOR_LOG_FILE = "evaluator.log"
 ARTIFACTS_DIR = "artifacts"
+BUNDLE_DIR = "bundle"  # the two scripts, as they were run
+DENSIFY_FILE = "prism_densify.v1.json"
 SUMMARY_FILE = "summary.json"
 CORPUS_MANIFEST_FILE = "MANIFEST.json"
 
@@ -50,6 +55,7 @@ PUBLIC_MIN_SEEDS = 3  # distinct seeds; fewer make a claim provisional
 DEFAULT_SEQUENCE_LENGTH = 128
 DEFAULT_TOKEN_BUDGET = 500_000
 DEFAULT_VOCAB_SIZE = 50_304  # gpt2's 50,257 rounded up to a multiple of 64
+PRISM_V2_HELDOUT_BYTES = 65_536  # the original's held-out prefix
 DEFAULT_BUDGET_SECONDS = 1200.0
 WATCHDOG_GRACE_SECONDS = 120.0
 STARTUP_ALLOWANCE_SECONDS = 300.0  # imports, model build and compile before train(ctx) is entered
@@ -105,6 +111,7 @@ RULES = frozenset(value for name, value in list(globals().items()) if name.start
 # Why the training loop stopped, in order of precedence
 STOP_TOKEN_BUDGET = "token_budget"
 STOP_STEP_BUDGET = "step_budget"
+STOP_FLOPS_BUDGET = "flops_budget"
 STOP_WALL_CLOCK = "wall_clock"
 STOP_DATA_EXHAUSTED = "data_exhausted"
 STOP_INTERRUPTED = "interrupted"

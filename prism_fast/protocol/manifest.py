@@ -135,6 +135,24 @@ class AntiCheatBlock(_Block):
     artifacts_quota_exceeded: bool
 
 
+class PinBlock(_Block):
+    """The protocol pin that a run was scored under."""
+
+    name: str
+    protocol_id: Literal["prism_official_compare.v1"] = c.PROTOCOL_ID
+    sha256: str = Field(description="of the pin's canonical JSON, the seeds asked for included")
+    public_ok: bool = Field(description="whether the pin may carry a public claim: at least three distinct seeds")
+    reasons: list[str]
+
+
+class ContractBlock(_Block):
+    """What the static distributed contract of training.py came to; `unmet` holds "rule:requirement"."""
+
+    policy: Literal["reject", "flag", "off"]
+    ok: bool | None = Field(description="null when the policy is off: nothing was looked at")
+    unmet: list[str]
+
+
 class EngineBlock(_Block):
     """Ours: what a score was made with, so that two scores can be told apart or proven alike."""
 
@@ -163,6 +181,8 @@ class EngineBlock(_Block):
     ledger_chain: str = Field(description="the last link of ledger.chain")
     heldout_sha256: str | None
     heldout_documents_sha256: str | None
+    pin: PinBlock | None = None
+    distributed_contract: ContractBlock | None = None
     probes: int = Field(description="batches, online and held-out, whose prediction was probed; 0 in open mode")
 
 
@@ -370,6 +390,7 @@ class Spread(_Block):
 class RunSummary(_Block):
     schema_version: Literal["prism_run_summary.v1"] = c.SUMMARY_SCHEMA
     submission_id: str
+    accounting: str = "exact"
     posture: Literal["public", "provisional"] = Field(description="public needs at least three distinct scored seeds")
     seeds: list[SeedResult]
     final_score: Spread | None

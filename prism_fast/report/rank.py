@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.errors import DataError
+from prism_fast.protocol.campaign import RUNS_DIR, campaign_file, read_campaign
+from prism_fast.protocol.errors import DataError, UsageError
 from prism_fast.report.runs import read_run
 
 
@@ -39,6 +41,7 @@ class Row:
     seeds: tuple[int, ...] = ()
     crown_eligible: bool = False
     path: str = ""
+    accounting: str = "exact"
 
     @property
     def quantum(self) -> int:
@@ -62,14 +65,20 @@ def _place(row: Row) -> tuple[int, bool, float, str, str]:
 
 
 def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[str, Any]:
-    """The leaderboard of run directories, JSON-ready (`prism_leaderboard.v1`).
+    """The leaderboard of run directories and campaigns, JSON-ready (`prism_leaderboard.v1`).
 
     `submissions`: a JSON file {submission_id: {"key": ..., "committed_at": ...}}. Without a key of its own a
     submission is its own key. A run with a seed that was not scored is not ranked, and listed with the reason.
+    Raises UsageError for runs of several accountings, whose scores are on different rulers.
     """
     known = read_submissions(submissions) if submissions is not None else {}
-    rows, unranked = [], []
+    rows: list[Any] = []
+    unranked: list[Any] = []
     for path in paths:
+        if (file := campaign_file(path)) is not None:
+            for row, left_out in _campaign_rows(file, known):
+                (rows if row is not None else unranked).append(row or left_out)
+            continue
         run = read_run(path)
         if run.unscored or not run.scored:
             seed, reason = next(iter(run.unscored.items()))
@@ -86,7 +95,13 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
                 seeds=tuple(sorted(run.scored)),
                 crown_eligible=all(m.score.emission_crown_eligible for m in manifests),
                 path=str(path),
+                accounting=", ".join(sorted({r.spec.accounting for r in run.scored.values()})),
             )
+        )
+    rulers = sorted({row.accounting for row in rows})
+    if len(rulers) > 1 or any(", " in ruler for ruler in rulers):
+        raise UsageError(
+            f"runs of the accountings {', '.join(rulers)} are on different rulers; rank those of one alone"
         )
     ranked = rank(rows)
     return {
@@ -101,6 +116,29 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
         "unranked": unranked,
         "wall_clock_never_ranks": True,
     }
+
+
+def _campaign_rows(file: Path, known: dict[str, Submission]) -> Iterator[tuple[Row | None, dict[str, str] | None]]:
+    """Each submission of a campaign's results: its row, or why it has none."""
+    for submission_id, group in groupby(read_campaign(file), key=lambda run: run.submission_id):
+        runs = list(group)
+        short = next((run for run in runs if run.status != "scored"), None)
+        path = str(file.parent / RUNS_DIR / submission_id)
+        if short is not None:
+            said = f"{short.status}: {short.message}" if short.message else short.status
+            yield None, {"path": path, "submission_id": submission_id, "reason": f"seed {short.seed} {said}"}
+            continue
+        submission = known.get(submission_id, Submission())
+        row = Row(
+            key=submission.key or submission_id,
+            submission_id=submission_id,
+            final_score=statistics.fmean(run.final_score for run in runs if run.final_score is not None),
+            committed_at=_instant(submission.committed_at),
+            seeds=tuple(run.seed for run in runs),
+            crown_eligible=all(run.crown_eligible for run in runs),
+            path=path,
+        )
+        yield row, None
 
 
 def read_submissions(path: Path) -> dict[str, Submission]:

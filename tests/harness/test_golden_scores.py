@@ -21,6 +21,14 @@ GOLDEN = {
     ("transformer_tiny", 2): (5.127200077210676, 0.07065817685382081, 3326592),
 }
 
+# Scored by tests/campaign/test_ray.py, one rank each, in one campaign: a campaign must score what `score` does.
+GOLDEN_IN_CAMPAIGN = {
+    "gated_delta_tiny": (5.032005955369093, 0.18412658219335087, 3328328),
+    "moe_tiny": (5.012359422249707, 0.21599621473147668, 3523712),
+    "looped_tiny": (5.031845505389021, 0.19583411263431794, 3285632),
+    "hybrid_tiny": (5.018768378846292, 0.20542231410594036, 3315592),
+}
+
 
 @pytest.mark.parametrize(("example", "ranks"), GOLDEN)
 def test_example_scores_what_it_scored(score, example, ranks):

@@ -1,0 +1,46 @@
+"""The live table of a campaign: one row a submission, one column a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from prism_fast.protocol.campaign import CampaignRun
+
+COLOURS = {"scored": "green", "rejected": "red", "failed": "red", "fault": "bold red", "pending": "dim"}
+
+
+def campaign_table(runs: Sequence[CampaignRun], running: Sequence[tuple[str, int]] = (), limit: int = 40) -> Table:
+    """What every run has come to; submissions with work left come first when there are more than `limit`."""
+    seeds = sorted({run.seed for run in runs})
+    by_submission: dict[str, dict[int, CampaignRun]] = {}
+    for run in runs:
+        by_submission.setdefault(run.submission_id, {})[run.seed] = run
+    done = sum(run.status != "pending" for run in runs)
+    table = Table(title=f"{done} of {len(runs)} runs done, {len(running)} running", title_justify="left")
+    table.add_column("submission", overflow="fold")
+    for seed in seeds:
+        table.add_column(f"seed {seed}", justify="right")
+    table.add_column("mean", justify="right")
+    names = sorted(
+        by_submission, key=lambda name: (all(r.status != "pending" for r in by_submission[name].values()), name)
+    )
+    for name in names[:limit]:
+        row = by_submission[name]
+        scores = [run.final_score for run in row.values() if run.final_score is not None]
+        mean = f"{sum(scores) / len(scores):.6f}" if len(scores) == len(row) else ""
+        table.add_row(escape(name), *(_cell(row.get(seed), running) for seed in seeds), mean)
+    if len(names) > limit:
+        table.caption = f"and {len(names) - limit} more submissions"
+    return table
+
+
+def _cell(run: CampaignRun | None, running: Sequence[tuple[str, int]]) -> str:
+    if run is None:
+        return "-"
+    if run.status == "pending":
+        return "[cyan]running[/]" if (run.submission_id, run.seed) in running else "[dim]waiting[/]"
+    text = f"{run.final_score:.6f}" if run.final_score is not None else run.rule or run.status
+    return f"[{COLOURS[run.status]}]{escape(text)}[/]"
