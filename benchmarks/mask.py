@@ -3,8 +3,8 @@
     python -m benchmarks.mask [--widths 256,512,1024,2048]
 
 One attention, forward and backward, at fixed shapes; the masks take turns in one process. On a GPU in bfloat16 by
-events; on the CPU in float32, with one thread and in processor time, which neighbours do not add to. `prism-fast profile
-mask BUNDLE` says which of them a bundle's layers take.
+events; on the CPU in float32, with one thread and in processor time, which neighbours do not add to.
+`prism-fast profile mask BUNDLE` says which of them a bundle's layers take.
 """
 
 from __future__ import annotations
