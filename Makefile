@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test exploits lint bench fuzz docs format clean install
+.PHONY: demo test exploits lint bench faults fuzz docs format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 20480
@@ -13,11 +13,17 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exploit"
 
+# Every trick; `make exploits EVERY=8` takes each eighth.
+EVERY ?= 1
 exploits: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests/exploits
+	PRISM_EXPLOITS_EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# 200 random faults against whole runs; about an hour.
+faults: install
+	$(BIN)/python -m tests.faults.run --injections 200 --out benchmarks/results/faults.json
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --out benchmarks/results/fuzz.json
