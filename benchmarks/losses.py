@@ -6,6 +6,8 @@ not import are not run, and rows that need a GPU are listed as unmeasured where 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
@@ -108,33 +110,75 @@ def scoring(report: Report, dtype: torch.dtype, bandwidth: float) -> None:
         )
 
 
+def gradients(loss: Callable[..., Tensor], inputs: list[Tensor], target: Tensor) -> tuple[Tensor, ...]:
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    # cloned: a leaf cannot be overwritten by its gradient
+    return torch.autograd.grad(loss(*(leaf.clone() for leaf in leaves), target), leaves)
+
+
 def training(report: Report) -> None:
     logits = torch.randn(TOKENS, VOCAB, requires_grad=True)
     target = torch.randint(0, VOCAB, (TOKENS,))
     compiled = torch.compile(F.cross_entropy)
 
-    def step(loss: Callable[..., Tensor], **options: bool) -> Callable[[], None]:
+    few = torch.randn(64, VOCAB)
+    (exact,) = gradients(F.cross_entropy, [few.double()], target[:64])
+    losses: dict[str, Callable[..., Tensor]] = {
+        "F.cross_entropy": F.cross_entropy,
+        "torch.compile": compiled,
+        "prism_fast": cross_entropy,
+        "prism_fast, in place": lambda z, t: cross_entropy(z, t, inplace_grad=True),
+    }
+    errors = {name: worst_error(gradients(loss, [few], target[:64])[0], exact) for name, loss in losses.items()}
+
+    def step(loss: Callable[..., Tensor]) -> Callable[[], None]:
         def call() -> None:
             logits.grad = None
-            loss(logits, target, **options).backward()
+            loss(logits, target).backward()
 
         return call
 
     # In place last: it leaves its gradient where the logits were, which costs all of them the same afterwards.
-    calls = {
-        "F.cross_entropy": step(F.cross_entropy),
-        "torch.compile": step(compiled),
-        "prism_fast": step(cross_entropy),
-        "prism_fast, in place": step(cross_entropy, inplace_grad=True),
-    }
+    calls = {name: step(loss) for name, loss in losses.items()}
     times = interleaved(calls, repeats=5)
     for name in calls:
         report.add(
             work=f"cross_entropy forward+backward {TOKENS}x{VOCAB} float32",
             who=name,
             peer_over_this=ratio(times, "F.cross_entropy", name),
+            gradient_error=errors[name],
             seconds=times[name],
         )
+
+
+# Peak resident memory of a fresh process over what it held before and what it returned, over the bytes of [N, V]. A
+# small call first, so that neither the matrix library's own buffers nor its code count.
+MEMORY = """
+import sys
+import torch
+from torch.nn import functional as F
+from prism_fast import linear_cross_entropy
+tokens, width, vocab = map(int, sys.argv[2:])
+loss = F.linear_cross_entropy if sys.argv[1] == "F.linear_cross_entropy" else linear_cross_entropy
+
+def resident(key):
+    return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
+
+hidden = torch.randn(tokens, width, requires_grad=True)
+head = (torch.randn(vocab, width) * 0.05).requires_grad_()
+target = torch.randint(0, vocab, (tokens,))
+loss(hidden[:64], head[:4096], target[:64] % 4096).backward()
+hidden.grad = head.grad = None
+before = resident("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again from here
+loss(hidden, head, target).backward()
+print((resident("VmHWM") - before - hidden.grad.nbytes - head.grad.nbytes) / (tokens * vocab * 4))
+"""
+
+
+def extra_memory(name: str) -> float:
+    command = [sys.executable, "-c", MEMORY, name, *map(str, (HIDDEN_TOKENS, WIDTH, VOCAB))]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def from_hidden(report: Report) -> None:
@@ -160,12 +204,22 @@ def from_hidden(report: Report) -> None:
         "F.linear_cross_entropy": step(F.linear_cross_entropy),
         "prism_fast": step(linear_cross_entropy),
     }
+    few = [inputs[:64].clone(), weights]
+    exact = gradients(F.linear_cross_entropy, [tensor.double() for tensor in few], target[:64])
     times = interleaved(calls, repeats=5)
     for name in calls:
+        loss = {"F.linear_cross_entropy": F.linear_cross_entropy, "prism_fast": linear_cross_entropy}.get(name)
+        found = gradients(loss, few, target[:64]) if loss else ()
+        errors = {
+            f"{what}_gradient_error": worst_error(got, want)
+            for what, got, want in zip(("hidden", "head"), found, exact, strict=False)
+        }
         report.add(
             work=f"linear_cross_entropy forward+backward {HIDDEN_TOKENS}x{WIDTH}x{VOCAB} float32",
             who=name,
             over_prism_fast=ratio(times, name, "prism_fast"),
+            extra_memory_of_logits=extra_memory(name) if loss else None,
+            **errors,
             seconds=times[name],
         )
 

@@ -23,6 +23,7 @@
 #include "random.hpp"
 #include "shard.hpp"
 #include "token_stream.hpp"
+#include "transpose.hpp"
 #include "version.hpp"
 
 namespace py = pybind11;
@@ -140,6 +141,13 @@ void bind_losses(py::module_& m) {
       },
       py::arg("logits"), py::arg("target"), py::arg("options"), py::arg("lse"), py::arg("grad"), py::arg("grad_loss"),
       py::arg("grad_loss_stride"), py::arg("threads"));
+  m.def(
+      "copy_matrix",
+      [](const prism::Matrix& from, const prism::Matrix& to, int threads) {
+        const py::gil_scoped_release release;
+        prism::copy_matrix(from, to, threads);
+      },
+      py::arg("from"), py::arg("to"), py::arg("threads"));
   m.def(
       "scale_rows",
       [](const prism::Matrix& rows, Address factor, std::int64_t factor_stride, int threads) {

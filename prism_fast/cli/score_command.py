@@ -18,6 +18,30 @@ class Accounting(StrEnum):
     prism_v2 = "prism-v2"
 
 
+class Pin(StrEnum):
+    p0 = "p0"
+    p1 = "p1"
+    p2 = "p2"
+    p3 = "p3"
+
+
+class Mode(StrEnum):
+    gpu_proxy_eval = "gpu_proxy_eval"
+    full_scale_eval = "full_scale_eval"
+
+
+class Stage(StrEnum):
+    explore = "explore"
+    promote = "promote"
+    full_scale = "full_scale"
+
+
+class Policy(StrEnum):
+    reject = "reject"
+    flag = "flag"
+    off = "off"
+
+
 class Seal(StrEnum):
     sealed = "sealed"
     open = "open"
@@ -51,24 +75,51 @@ def register(app: typer.Typer) -> None:
 
 def score(
     bundle: Annotated[Path, typer.Argument(help="Directory or .zip holding architecture.py and training.py.")],
-    data: Annotated[
-        str,
-        typer.Option(help="'sample' (bundled text), a packed corpus, or a directory of JSONL, packed on first use."),
-    ],
     out: Annotated[Path, typer.Option(help="Directory for the results; each seed writes OUT/seed-<seed>/.")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="'sample' (bundled text), a packed corpus, or a directory of JSONL, packed on first use "
+            "(default: PRISM_BASE_EVAL_TRAIN_DATA_DIR)."
+        ),
+    ] = None,
     val: Annotated[str | None, typer.Option(help="Corpus whose val split is held out (default: --data's own).")] = None,
-    tokenizer: Annotated[str, typer.Option(help="gpt2 or bytes.")] = "gpt2",
-    seq_len: Annotated[int, typer.Option(help="Sequence length in tokens: ctx.sequence_length.")] = (
-        c.DEFAULT_SEQUENCE_LENGTH
-    ),
+    pin: Annotated[
+        Pin | None,
+        typer.Option(help="Score under a protocol pin: it decides whatever is not given, and refuses what bends it."),
+    ] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Execution mode (default: the pin's, or gpu_proxy_eval).")] = None,
+    phase2: Annotated[
+        str | None, typer.Option(help="full_scale_eval: the sample-100BT mount (default: --data's sibling).")
+    ] = None,
+    stage: Annotated[
+        Stage | None, typer.Option(help="Parameter ladder stage, which sets the cap (default: the pin's, or explore).")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="gpt2 or bytes (default: gpt2).")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="ctx.vocab_size (default: the tokenizer's, padded to a multiple of 64).")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of a row: ctx.sequence_length (default: {c.DEFAULT_SEQUENCE_LENGTH})."),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Pins the batch size that the bundle may ask for (default: what it asks for).")
     ] = None,
-    token_budget: Annotated[int, typer.Option(help="Tokens to feed the model; 0: no limit.")] = c.DEFAULT_TOKEN_BUDGET,
+    token_budget: Annotated[
+        int | None, typer.Option(help=f"Tokens to feed the model; 0: no limit (default: {c.DEFAULT_TOKEN_BUDGET}).")
+    ] = None,
     step_budget: Annotated[int | None, typer.Option(help="Batches to hand out (default: no limit).")] = None,
+    flops_budget: Annotated[
+        float | None, typer.Option(help="FLOPs to train for, counted as 6 x parameters x tokens (default: no limit).")
+    ] = None,
     budget_seconds: Annotated[
-        float, typer.Option(help="Graceful wall-clock budget in seconds; the partial stream is scored.")
-    ] = c.DEFAULT_BUDGET_SECONDS,
+        float | None,
+        typer.Option(
+            help="Graceful wall-clock budget in seconds; the partial stream is scored "
+            f"(default: {c.DEFAULT_BUDGET_SECONDS:.0f})."
+        ),
+    ] = None,
     watchdog_grace: Annotated[
         float, typer.Option(help="Seconds past the budget after which the run is ended (exit 7).")
     ] = c.WATCHDOG_GRACE_SECONDS,
@@ -78,10 +129,23 @@ def score(
     val_byte_budget: Annotated[
         int | None, typer.Option(help="Score a prefix of the val split of at least this many bytes (default: all).")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = str(c.DEFAULT_SEED),
-    nproc: Annotated[int, typer.Option(help="Trainer ranks under torchrun, 1 to 8.")] = 1,
-    accounting: Annotated[Accounting, typer.Option(help="How bytes and losses are counted.")] = Accounting.exact,
-    seal: Annotated[Seal, typer.Option(help="Where the bundle is predicted and scored.")] = Seal.sealed,
+    seeds: Annotated[
+        str | None, typer.Option(help=f"Comma-separated seeds (default: the pin's three, or {c.DEFAULT_SEED}).")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Trainer ranks under torchrun, 1 to 8 (default: 1).")] = None,
+    policy: Annotated[
+        Policy | None,
+        typer.Option(
+            help="What an unmet distributed contract of training.py means (default: reject with several ranks, flag "
+            "with one)."
+        ),
+    ] = None,
+    accounting: Annotated[
+        Accounting, typer.Option(help="How bytes and losses are counted; prism-v2: as the original engine did.")
+    ] = Accounting.exact,
+    seal: Annotated[
+        Seal | None, typer.Option(help="Where the bundle is predicted and scored (default: sealed; prism-v2: open).")
+    ] = None,
     capture: Annotated[Capture, typer.Option(help="How a prediction is taken.")] = Capture.strict,
     isolation: Annotated[Isolation, typer.Option(help="Sandbox around bundle code.")] = Isolation.auto,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
@@ -106,31 +170,43 @@ def score(
 ) -> None:
     """Score a bundle: train it from a forced random init on locked text, predicting every batch before training on it.
 
+    What is not given is the pin's, then that of the PRISM_ variables (PRISM_SEQUENCE_LENGTH ...), then the default.
+
     Exit codes: 0 scored, 2 usage, 3 bundle rejected, 4 bundle failed, 5 engine, machine or data fault,
     7 wall-clock watchdog, 8 artifacts quota.
     """
     from prism_fast.cli.scoring import score_and_report
     from prism_fast.harness.referee import ScoreRequest
+    from prism_fast.protocol.knobs import Given, settle_knobs
     from prism_fast.report.tables import print_summary
 
-    request = ScoreRequest(
-        bundle=bundle,
+    given = Given(
         data=data,
-        out=out,
         val=val,
+        phase2=phase2,
+        mode=mode and mode.value,
+        stage=stage and stage.value,
         tokenizer=tokenizer,
+        vocab_size=vocab_size,
         sequence_length=seq_len,
         batch_size=batch_size,
-        token_budget=token_budget if token_budget != 0 else None,
+        token_budget=token_budget,
         step_budget=step_budget,
+        flops_budget=flops_budget,
         budget_seconds=budget_seconds,
-        watchdog_grace_seconds=watchdog_grace,
-        artifacts_quota_bytes=artifacts_quota,
         val_byte_budget=val_byte_budget,
-        seeds=_seeds(seeds),
+        seeds=None if seeds is None else _seeds(seeds),
         nproc=nproc,
         accounting=accounting.value,
-        seal=seal.value,
+        seal=seal and seal.value,
+    )
+    request = ScoreRequest(
+        bundle=bundle,
+        out=out,
+        **vars(settle_knobs(given, pin and pin.value)),
+        watchdog_grace_seconds=watchdog_grace,
+        artifacts_quota_bytes=artifacts_quota,
+        policy=policy.value if policy else None,  # type: ignore[arg-type]
         capture=capture.value,
         isolation=isolation.value,
         device=device.value,

@@ -18,6 +18,9 @@ def verify(
     data: Annotated[
         str | None, typer.Option(help="The corpus the run was scored on: checks every batch's bytes against it.")
     ] = None,
+    phase2: Annotated[
+        str | None, typer.Option(help="The second corpus of a full-scale run (default: --data's sibling sample-100BT).")
+    ] = None,
     bundle: Annotated[Path | None, typer.Option(help="The bundle, for --replay.")] = None,
     replay: Annotated[int, typer.Option(help="Execute the first N batches again and compare their bits.", min=0)] = 0,
     cache_dir: Annotated[Path | None, typer.Option(help="Where packed text is cached.")] = None,
@@ -35,7 +38,9 @@ def verify(
         if not seeds:
             raise UsageError(f"{run}: no seed-<seed> directory; expected the --out directory of `prism-fast score`")
         for seed_dir in seeds:
-            faults = list(verify_run(seed_dir, data=data, bundle=bundle, replay=replay, cache_dir=cache_dir))
+            faults = list(
+                verify_run(seed_dir, data=data, phase2=phase2, bundle=bundle, replay=replay, cache_dir=cache_dir)
+            )
             found += len(faults)
             for fault in faults:
                 print(fault)

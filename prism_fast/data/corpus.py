@@ -66,6 +66,7 @@ class Corpus:
     fingerprint: str
     splits: tuple[str, ...]
     _splits: Mapping[str, Split]
+    mounts: Mapping[str, PathLike] | None = None  # folders of splits that live elsewhere, as it was opened with
 
     def split(self, name: str) -> Split:
         """UsageError when the corpus has no such split."""
@@ -80,6 +81,26 @@ class Corpus:
     @property
     def tokenizer_fingerprint(self) -> str:
         return self.manifest.tokenizer.fingerprint
+
+
+def joined_splits(first: Split, *others: Split) -> Split:
+    """One split that reads the shards of several, one split after the other; UsageError for another tokenizer."""
+    for other in others:
+        if other.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            raise UsageError(
+                f"splits packed with tokenizers {first.tokenizer_name!r} and {other.tokenizer_name!r}: expected one "
+                "tokenizer, to read them as one split"
+            )
+    splits = (first, *others)
+    return Split(
+        first.name,
+        tuple(path for split in splits for path in split.shards),
+        sum(split.documents for split in splits),
+        sum(split.tokens for split in splits),
+        sum(split.bytes for split in splits),
+        first.tokenizer_name,
+        first.tokenizer_fingerprint,
+    )
 
 
 # --------------------------------------------------------------------------------------------------- open, verify
@@ -123,7 +144,7 @@ def open_corpus(folder: PathLike, *, mounts: Mapping[str, PathLike] | None = Non
             name, paths, entry.documents, entry.tokens, entry.bytes, manifest.tokenizer.name,
             manifest.tokenizer.fingerprint,
         )  # fmt: skip
-    return Corpus(root, manifest, sha256_of(path), tuple(splits), splits)
+    return Corpus(root, manifest, sha256_of(path), tuple(splits), splits, mounts)
 
 
 def split_folder(root: Path, split: str, mounts: Mapping[str, PathLike] | None) -> Path:
@@ -197,7 +218,9 @@ def corpus_faults(
         if split.shards and not place.is_dir():
             continue  # lives elsewhere
         listed = {Path(shard.name).name for shard in split.shards}
-        for extra in sorted(p.name for p in place.iterdir() if p.name not in listed) if place.is_dir() else []:
+        for extra in (
+            sorted(p.name for p in place.iterdir() if p.name not in listed | {schema.NAME}) if place.is_dir() else []
+        ):
             yield f"{place / extra}: not listed in {path}"
         sums = SplitEntry()
         for shard in split.shards:
@@ -338,6 +361,8 @@ def resolve_data(
     tokenizer: str | Tokenizer = "gpt2",
     cache_dir: PathLike | None = None,
     progress: ProgressCallback | None = None,
+    *,
+    mount_of: str | None = None,
 ) -> Corpus:
     """The corpus that `spec` means: "sample" (the bundled text), a packed corpus, or text to be packed first.
 
@@ -345,6 +370,9 @@ def resolve_data(
     or `test-*` are those splits, in their order; otherwise documents are put in splits by the sha256 of their id
     ("<file name>:<line>" where there is none) and sorted by it. Two processes may ask at once: one packs, the other
     waits; a killed one leaves a folder that is never taken for a corpus and is gone on with.
+
+    mount_of: the split that `spec` holds where it is a mount of one split's shards, with the corpus' manifest in it or
+    beside it. A folder of JSONL may hold a manifest of the original engine's: its text is what is read.
 
     Raises UsageError (no such folder, no text in it, a corpus packed with another tokenizer), DataError naming file,
     offset or line, expected and found.
@@ -361,8 +389,9 @@ def resolve_data(
                 lambda out: build_corpus([asset], out, tokenizer, dataset=dataset, progress=progress),
             )
     path = Path(spec)
-    if (path / schema.NAME).is_file():
-        corpus = open_corpus(path)
+    root, mounts = _mount(path, mount_of)
+    if (root / schema.NAME).is_file() and not _is_original_layout(path):
+        corpus = open_corpus(root, mounts=mounts)
         if corpus.tokenizer_fingerprint != tokenizer.fingerprint:
             raise UsageError(
                 f"{path}: packed with tokenizer {corpus.tokenizer_name!r} ({corpus.tokenizer_fingerprint[:12]}), asked "
@@ -398,6 +427,18 @@ def resolve_data(
         )
 
     return _cached(cache / f"text-{key}", build)
+
+
+def _mount(path: Path, split: str | None) -> tuple[Path, dict[str, Path] | None]:
+    """-> (folder of the manifest, mounts) of a folder of one split's shards; (path, None) for any other."""
+    if split is None or not path.is_dir() or not any(path.glob("*.prsh")):
+        return path, None
+    return (path if (path / schema.NAME).is_file() else path.parent), {split: path}
+
+
+def _is_original_layout(path: Path) -> bool:
+    """JSONL splits under a manifest of the original engine's, whose schema has the same name as ours."""
+    return any(path.rglob("*.jsonl*")) and not any(path.rglob("*.prsh"))
 
 
 def _given_splits(path: Path, sources: Sequence[Source]) -> list[tuple[Source, str]]:

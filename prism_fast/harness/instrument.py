@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from prism_fast.harness import wire
 from prism_fast.harness.deferred import DeferredReads
 from prism_fast.harness.predictor import unwrap
+from prism_fast.profiling.step_timer import Clock, Seconds, seconds_of
 from prism_fast.protocol import PrismBatch, PrismContext
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, PrismError
@@ -36,13 +37,16 @@ class Request(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """A predicted and recorded batch, int64 [B, L] on the model's device, and where its time went (host seconds)."""
+    """A predicted and recorded batch, int64 [B, L] on the model's device, and where its time went.
+
+    Seconds of the host, or where the work was a GPU's the device's own, known once the device has come so far.
+    """
 
     tokens: Tensor
-    data_wait_s: float
-    predict_s: float
-    scoring_s: float
-    ledger_s: float
+    data_wait_s: Seconds
+    predict_s: Seconds
+    scoring_s: Seconds
+    ledger_s: Seconds
 
 
 class BatchSource(Protocol):
@@ -113,15 +117,25 @@ class Instrument:
         self.error: PrismError | None = None
         self._tokenizer = tokenizer
         self._started = False
+        self._request: Request | None = None
         self._began = perf_counter()
         self._reads = DeferredReads()
-        self._open: tuple[int, float, Handed] | None = None
+        self._clock = Clock("cpu")
+        self._open: tuple[int, float, Any, Handed] | None = None
         self._parameters: list[nn.Parameter] = []
 
     def begin(self) -> None:
         """Sets the clocks to zero: train(ctx) is about to be entered."""
         self._began = perf_counter()
         self.source.begin()
+
+    def forward_flops(self) -> int | None:
+        """Products of the trained model's forward over one batch, or None where they cannot be counted."""
+        from prism_fast.profiling.flops import forward_flops
+
+        if self.model is None or self._request is None:
+            return None
+        return forward_flops(self.model, self._request.batch_size, self._request.seq_len)
 
     def finish(self) -> None:
         """After train(ctx) returned: closes the last step and lets everything arrive."""
@@ -151,7 +165,9 @@ class Instrument:
             )
             self.model = unwrap(model)
             self._parameters = list(self.model.parameters())
+            self._clock = Clock(self._parameters[0].device.type if self._parameters else "cpu")
             self._started = True
+            self._request = request
             return self._loop(request)
         except PrismError as e:
             raise self._remember(e) from None
@@ -205,7 +221,7 @@ class Instrument:
             self.source.start(request)
             index = 0
             while not isinstance(handed := self.source.take(index), str):
-                self._open = (index, perf_counter(), handed)
+                self._open = (index, perf_counter(), self._clock.mark(), handed)
                 yield PrismBatch(tokens=handed.tokens, index=index)
                 self._close_step()
                 index += 1
@@ -217,8 +233,8 @@ class Instrument:
         """Observes the step that just ended: the bundle asked for the next batch, or is done."""
         if self._open is None:
             return
-        (index, handed_out_at, handed), self._open = self._open, None
-        step_s = perf_counter() - handed_out_at
+        (index, handed_out_at, mark, handed), self._open = self._open, None
+        step_s = self._clock.between(mark, self._clock.mark())
 
         def send(norm: list[float]) -> None:
             self.channel.send(
@@ -226,11 +242,11 @@ class Instrument:
                 OBSERVATION_RECORD.pack(
                     index,
                     handed_out_at - self._began,
-                    handed.data_wait_s,
-                    handed.predict_s,
-                    handed.scoring_s,
-                    handed.ledger_s,
-                    step_s,
+                    seconds_of(handed.data_wait_s),
+                    seconds_of(handed.predict_s),
+                    seconds_of(handed.scoring_s),
+                    seconds_of(handed.ledger_s),
+                    seconds_of(step_s),
                     norm[0],
                     self.rank,
                     0,

@@ -99,8 +99,8 @@ def started_facts(document: Any) -> dict[str, Any]:
 def done_facts(document: Any) -> dict[str, Any]:
     """A DONE body, held to its types. Raises KeyError, TypeError, ValueError."""
     facts = {
-        name: None if document[name] is None else int(_number(document, name))
-        for name in ("peak_vram_bytes", "peak_vram_reserved_bytes")
+        name: None if document.get(name) is None else int(_number(document, name))
+        for name in ("peak_vram_bytes", "peak_vram_reserved_bytes", "forward_flops")
     }
     returned = document["returned"]
     return {

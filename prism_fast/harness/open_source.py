@@ -16,7 +16,9 @@ from prism_fast.harness.instrument import Handed, Request
 from prism_fast.harness.ledger import pack_record
 from prism_fast.harness.predictor import InProcessPredictor
 from prism_fast.kernels import backend_for
+from prism_fast.profiling.step_timer import Clock
 from prism_fast.protocol import constants as c
+from prism_fast.protocol.budgets import budget_reached
 from prism_fast.protocol.run_spec import RunSpec
 
 
@@ -45,6 +47,7 @@ class OpenSource:
     def start(self, request: Request) -> None:
         self._request = request
         self._device = next((p.device for p in request.model.parameters()), torch.device("cpu"))
+        self._clock = Clock(self._device.type)
         token_bytes = torch.as_tensor(self._token_bytes[request.basis].copy(), dtype=torch.int32).to(self._device)
         self._predictor = InProcessPredictor(
             request.model, token_bytes, cap=self.spec.max_parameters, stage=self.spec.param_ladder_stage
@@ -57,19 +60,26 @@ class OpenSource:
             return reason
         if self.spec.world_size > 1 and isinstance(answer := self.channel.ask(index), str):
             return answer
-        t0 = perf_counter()
+        began = self._clock.mark()
         block = next(self._stream, None)
         if block is None:
             return c.STOP_DATA_EXHAUSTED
         tokens, targets = self._to_device(block.tokens), self._to_device(block.targets)
-        t1 = perf_counter()
+        read = self._clock.mark()
         prediction = self._predictor.predict(tokens, targets)
-        t2 = perf_counter()
+        predicted = self._clock.mark()
         if index == 0:
             self._describe()
         self._record(index, block, prediction.sums)
         self._tokens_seen += tokens.numel() * self.spec.world_size
-        return Handed(tokens, t1 - t0, prediction.forward_s, prediction.scoring_s, perf_counter() - t2)
+        between = self._clock.between
+        return Handed(
+            tokens,
+            between(began, read),
+            prediction.forward_s,
+            prediction.scoring_s,
+            between(predicted, self._clock.mark()),
+        )
 
     def finish(self) -> None:
         self._reads.poll(wait=True)
@@ -79,10 +89,8 @@ class OpenSource:
     def _budget_reached(self, steps: int) -> str | None:
         """Why no further batch may be handed out, in the contract's order of precedence."""
         spec = self.spec
-        if spec.token_budget is not None and self._tokens_seen >= spec.token_budget:
-            return c.STOP_TOKEN_BUDGET
-        if spec.step_budget is not None and steps >= spec.step_budget:
-            return c.STOP_STEP_BUDGET
+        if (reason := budget_reached(spec, self._tokens_seen, steps, self._predictor.model_params)) is not None:
+            return reason
         if spec.world_size > 1:
             return None  # ranks must stop together: the referee decides
         if perf_counter() - self._began >= spec.budget_seconds:

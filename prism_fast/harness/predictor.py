@@ -7,23 +7,23 @@ the trainer cannot reach) is the implementation's business; the instrument does 
 from __future__ import annotations
 
 import math
-from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from prism_fast.kernels import batch_code_length, token_nll
+from prism_fast.profiling.step_timer import Clock, Seconds
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, PrismError
 
 
 class Prediction(NamedTuple):
-    """`sums`: float64 [6] on the model's device (see `kernels.batch_code_length`); host seconds of the two parts."""
+    """`sums`: float64 [6] on the model's device (see `kernels.batch_code_length`); seconds of the two parts."""
 
     sums: Tensor
-    forward_s: float
-    scoring_s: float
+    forward_s: Seconds
+    scoring_s: Seconds
 
 
 class Predictor(Protocol):
@@ -137,11 +137,12 @@ class InProcessPredictor:
         self._token_bytes = token_bytes
         self._n_vocab = token_bytes.numel()
         self._cap, self._stage = cap, stage
+        self._clock = Clock(token_bytes.device.type)
         self.head_width: int | None = None
         self.model_params = check_parameter_cap(model, cap, stage)
 
     def predict(self, tokens: Tensor, targets: Tensor) -> Prediction:
-        t0 = perf_counter()
+        began = self._clock.mark()
         try:
             output = self._forward(tokens)
         except (PrismError, MemoryError, torch.OutOfMemoryError):
@@ -153,7 +154,7 @@ class InProcessPredictor:
                 rule=c.RULE_RUNTIME_ERROR,
             ) from e
         logits = logits_of(output, tokens.shape[0], tokens.shape[1], self._n_vocab)
-        t1 = perf_counter()
+        predicted = self._clock.mark()
         if self.head_width is None:
             self.head_width = logits.shape[2]
             self.model_params = check_parameter_cap(self._model, self._cap, self._stage)
@@ -168,4 +169,5 @@ class InProcessPredictor:
             sums = batch_code_length(
                 nll, targets, self._token_bytes, c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
             )
-        return Prediction(sums, t1 - t0, perf_counter() - t1)
+        between = self._clock.between
+        return Prediction(sums, between(began, predicted), between(predicted, self._clock.mark()))

@@ -18,14 +18,20 @@ from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
 from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
 from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
 from prism_fast.harness.seed_run import SeedRun
+from prism_fast.harness.static_contract import StaticReport, check_single_node, check_static_contract
 from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.errors import EXIT_SCORED, BundleRejected, EngineFault, PrismError, UsageError
+from prism_fast.protocol.ladder import max_parameters_for_stage
+from prism_fast.protocol.modes import FULL_SCALE
+from prism_fast.protocol.pins import scale_pin_public_ok
+from prism_fast.protocol.readiness import probe_full_scale_readiness
 from prism_fast.protocol.run_spec import RunSpec
+from prism_fast.protocol.settings import read_settings
 
-PUBLIC_SEEDS = 3
+PUBLIC_SEEDS = c.PUBLIC_MIN_SEEDS
 SEED_FILES = (
     c.RUN_MANIFEST_FILE,
     c.TRAIN_SERIES_FILE,
@@ -39,6 +45,7 @@ SEED_FILES = (
     c.WEIGHTS_FILE,
     c.TRAINER_LOG_FILE,
     c.EVALUATOR_LOG_FILE,
+    c.DENSIFY_FILE,
 )
 
 
@@ -62,7 +69,7 @@ def score_bundle(
             results.append(_score_seed(request, prepared, seed, reporter, stop))
             if results[-1].status != "scored" or stop.reason is not None:
                 break
-        summary = _summarise(prepared.bundle, results)
+        summary = _summarise(prepared.bundle, results, request.accounting)
         write_json(request.out / c.SUMMARY_FILE, summary.model_dump(mode="json"))
         return summary
 
@@ -74,26 +81,35 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     from prism_fast.data.corpus import resolve_data, verify_corpus
     from prism_fast.data.tokenizers import reference_tokenizer
 
-    _check_request(request)
+    _check_request(request, reporter)
     bundle = load_bundle(request.bundle)
+    contract = _check_contract(request, bundle, reporter)
     tokenizer = reference_tokenizer(request.tokenizer)
+    _check_vocabulary(request, tokenizer)
     seconds: dict[str, float] = {}
 
     began = monotonic()
-    reporter.stage(f"reading {request.data}")
-    corpus = resolve_data(request.data, tokenizer, request.cache_dir, reporter.packing)
-    val_corpus = resolve_data(request.val, tokenizer, request.cache_dir, reporter.packing) if request.val else corpus
+    if request.mode == FULL_SCALE:
+        _check_mounts(request)
+
+    def resolve(place: str, split: str) -> Any:
+        reporter.stage(f"reading {place}")
+        return resolve_data(place, tokenizer, request.cache_dir, reporter.packing, mount_of=split)
+
+    corpus = resolve(request.data, "train")
+    phase2_corpus = resolve(request.phase2, "train") if request.phase2 else None
+    val_corpus = resolve(request.val, "val") if request.val else corpus
     seconds["data_resolve"] = monotonic() - began
 
     began = monotonic()
     reporter.stage("verifying checksums")
-    for folder in dict.fromkeys((corpus.folder, val_corpus.folder)):
-        verify_corpus(folder)
+    corpora = [corpus, val_corpus, *([phase2_corpus] if phase2_corpus else [])]
+    for found in {(each.folder, str(each.mounts)): each for each in corpora}.values():
+        verify_corpus(found.folder, mounts=found.mounts)
     seconds["data_verify"] = monotonic() - began
-    if "train" not in corpus.splits or not corpus.split("train").tokens:
-        raise UsageError(
-            f"{request.data}: no train split with text in it; splits: {', '.join(corpus.splits) or 'none'}"
-        )
+    for place, phase in ((request.data, corpus), (request.phase2, phase2_corpus)):
+        if phase is not None and ("train" not in phase.splits or not phase.split("train").tokens):
+            raise UsageError(f"{place}: no train split with text in it; splits: {', '.join(phase.splits) or 'none'}")
     if not _has_val(val_corpus):
         if request.val:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
@@ -110,25 +126,61 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         tokenizer=tokenizer,
         byte_tokenizer=reference_tokenizer("bytes"),
         isolation=isolation,
+        contract=contract,
+        phase2_corpus=phase2_corpus,
         seconds=seconds,
     )
 
 
-def _check_request(request: ScoreRequest) -> None:
-    if request.nproc > c.MAX_NPROC or request.nproc < 1:
-        raise BundleRejected(
-            f"--nproc {request.nproc}: a run is bound to one node with 1 to {c.MAX_NPROC} processes",
-            rule=c.RULE_SINGLE_NODE_BOUND,
+def _check_contract(request: ScoreRequest, bundle: Bundle, reporter: Reporter) -> StaticReport:
+    """The static distributed contract, before anything runs. Raises BundleRejected where the policy says so."""
+    policy = request.policy or read_settings().distributed_contract_policy
+    contract = check_static_contract(bundle, policy or ("reject" if request.nproc > 1 else "flag"))
+    contract.enforce()
+    if not contract.ok:
+        named = ", ".join(requirement.name for requirement in contract.unmet)
+        reporter.warn(f"training.py does not meet the distributed contract ({named}): see `prism-fast check`")
+    return contract
+
+
+def _check_mounts(request: ScoreRequest) -> None:
+    """Raises EngineFault naming everything that blocks a full-scale run's mounts; READY is never assumed."""
+    found = probe_full_scale_readiness(
+        train_data_dir=request.data, val_data_dir=request.val, phase2_data_dir=request.phase2, dry_run=False
+    )
+    if not found.ok:
+        raise EngineFault(
+            f"{FULL_SCALE} is BLOCKED: {'; '.join(found.reasons)}; mount them (see `prism-fast readiness`) or score "
+            "with --mode gpu_proxy_eval"
         )
-    for option, value, available in (
-        ("--capture", request.capture, ("strict",)),
-        ("--accounting", request.accounting, ("exact",)),
-    ):
-        if value not in available:
+
+
+def _check_vocabulary(request: ScoreRequest, tokenizer: Any) -> None:
+    if request.vocab_size is not None and request.vocab_size < tokenizer.n_vocab and request.accounting == "exact":
+        raise UsageError(
+            f"--vocab-size {request.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.n_vocab} ids and each "
+            "needs its own; only --accounting prism-v2 folds ids"
+        )
+
+
+def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
+    check_single_node(request.nproc)
+    if request.pin is not None and not (guard := scale_pin_public_ok(request.pin)).ok:
+        reporter.warn(f"provisional, no public claim can be made of it: {', '.join(guard.reasons)}")
+    if request.capture != "strict":
+        raise UsageError(
+            f"--capture {request.capture} is not built into this version ({prism_fast.__version__}); "
+            "use --capture strict"
+        )
+    if request.accounting != "exact":
+        if request.seal != "open" or request.nproc != 1:
             raise UsageError(
-                f"{option} {value} is not built into this version ({prism_fast.__version__}); "
-                f"use {option} {' or '.join(available)}"
+                f"--accounting {request.accounting} scores as the original engine did, in the bundle's one process, "
+                f"not --seal {request.seal} --nproc {request.nproc}; use --seal open --nproc 1"
             )
+        reporter.warn(
+            f"accounting {request.accounting}: the original engine's rules, to compare with its figures alone"
+        )
     if request.seal == "open" and request.isolation == "bwrap":
         raise UsageError(
             "--isolation bwrap: open mode runs the bundle in the process that scores it; use --seal sealed"
@@ -143,6 +195,8 @@ def _check_request(request: ScoreRequest) -> None:
         ("--batch-size", request.batch_size),
         ("--token-budget", request.token_budget),
         ("--step-budget", request.step_budget),
+        ("--flops-budget", request.flops_budget),
+        ("--vocab-size", request.vocab_size),
         ("--budget-seconds", request.budget_seconds),
         ("--val-byte-budget", request.val_byte_budget),
         ("--torch-threads", request.torch_threads),
@@ -189,10 +243,14 @@ def _score_seed(
 
 
 def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpec:
+    exact = request.accounting == "exact"
     threads = request.torch_threads or max(1, usable_cpus() // request.nproc)
     return RunSpec(
         engine_version=prism_fast.__version__,
         bundle_digest=prepared.bundle.digest,
+        mode=request.mode,  # type: ignore[arg-type]
+        param_ladder_stage=request.stage,  # type: ignore[arg-type]
+        max_parameters=max_parameters_for_stage(request.stage),
         seed=seed,
         seal=request.seal,  # type: ignore[arg-type]
         capture=request.capture,  # type: ignore[arg-type]
@@ -201,13 +259,17 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         tokenizer=prepared.tokenizer.name,
         tokenizer_fingerprint=prepared.tokenizer.fingerprint,
         corpus_fingerprint=prepared.corpus.fingerprint,
+        phase2_corpus_fingerprint=prepared.phase2_corpus.fingerprint if prepared.phase2_corpus else None,
         val_corpus_fingerprint=prepared.val_corpus.fingerprint if prepared.val_corpus else None,
-        val_byte_budget=request.val_byte_budget,
-        vocab_size=-(-prepared.tokenizer.n_vocab // 64) * 64,
+        val_byte_budget=request.val_byte_budget or (None if exact else c.PRISM_V2_HELDOUT_BYTES),
+        vocab_size=request.vocab_size
+        or (None if exact else c.DEFAULT_VOCAB_SIZE)
+        or -(-prepared.tokenizer.n_vocab // 64) * 64,
         sequence_length=request.sequence_length,
         batch_size=request.batch_size,
         token_budget=request.token_budget,
         step_budget=request.step_budget,
+        flops_budget=request.flops_budget,
         budget_seconds=request.budget_seconds,
         watchdog_grace_seconds=request.watchdog_grace_seconds,
         artifacts_quota_bytes=request.artifacts_quota_bytes,
@@ -229,7 +291,8 @@ def _fresh_directory(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in SEED_FILES:
         (run_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(run_dir / c.ARTIFACTS_DIR, ignore_errors=True)
+    for name in (c.ARTIFACTS_DIR, c.BUNDLE_DIR):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
     (run_dir / c.ARTIFACTS_DIR).mkdir()
 
 
@@ -277,7 +340,7 @@ def _seed_result(
     )
 
 
-def _summarise(bundle: Bundle, results: list[m.SeedResult]) -> m.RunSummary:
+def _summarise(bundle: Bundle, results: list[m.SeedResult], accounting: str) -> m.RunSummary:
     scored = [r for r in results if r.status == "scored"]
 
     def spread(name: str) -> m.Spread | None:
@@ -290,6 +353,7 @@ def _summarise(bundle: Bundle, results: list[m.SeedResult]) -> m.RunSummary:
 
     return m.RunSummary(
         submission_id=bundle.submission_id,
+        accounting=accounting,
         posture="public" if len({r.seed for r in scored}) >= PUBLIC_SEEDS else "provisional",
         seeds=results,
         final_score=spread("final_score"),

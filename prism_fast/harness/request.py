@@ -8,13 +8,20 @@ from typing import Any, Protocol
 
 from prism_fast.harness.bundle import Bundle
 from prism_fast.harness.ledger import Ledger
+from prism_fast.harness.static_contract import Policy, StaticReport
 from prism_fast.protocol import constants as c
+from prism_fast.protocol.pins import ProtocolPin
 from prism_fast.protocol.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What `prism-fast score` was asked for. Times in seconds, budgets in tokens and steps."""
+    """What `prism-fast score` was asked for. Times in seconds, budgets in tokens, steps and FLOPs.
+
+    `policy`: of the static distributed contract; None: the environment's, else "reject" with several processes and
+    "flag" with one, where a script for one GPU does what it says. `vocab_size` None: the tokenizer's, padded to 64.
+    `phase2`: the second corpus of full_scale_eval. `pin`, `pin_name`: what the other fields were settled under.
+    """
 
     bundle: Path
     data: str
@@ -25,6 +32,7 @@ class ScoreRequest:
     batch_size: int | None = None
     token_budget: int | None = c.DEFAULT_TOKEN_BUDGET
     step_budget: int | None = None
+    flops_budget: float | None = None
     budget_seconds: float = c.DEFAULT_BUDGET_SECONDS
     watchdog_grace_seconds: float = c.WATCHDOG_GRACE_SECONDS
     artifacts_quota_bytes: int = c.ARTIFACTS_QUOTA_BYTES
@@ -41,6 +49,13 @@ class ScoreRequest:
     prefetch: int = 2
     resume: bool = False
     cache_dir: Path | None = None
+    mode: str = "gpu_proxy_eval"
+    phase2: str | None = None
+    stage: str = "explore"
+    vocab_size: int | None = None
+    policy: Policy | None = None
+    pin: ProtocolPin | None = None
+    pin_name: str | None = None
 
 
 class Reporter(Protocol):
@@ -77,4 +92,14 @@ class Prepared:
     tokenizer: Any
     byte_tokenizer: Any
     isolation: str
+    contract: StaticReport | None = None
+    phase2_corpus: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def train(self) -> Any:
+        """The split that is trained on: the corpus', and after it that of the second phase where there is one."""
+        from prism_fast.data.corpus import joined_splits
+
+        phases = (self.corpus,) if self.phase2_corpus is None else (self.corpus, self.phase2_corpus)
+        return joined_splits(*(corpus.split("train") for corpus in phases))

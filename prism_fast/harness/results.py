@@ -13,6 +13,7 @@ from prism_fast.profiling.throughput import build_profile
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol import manifest as m
+from prism_fast.protocol.budgets import training_flops
 from prism_fast.protocol.canonical import canonical_json, file_sha256, sha256_hex
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import CodeLength, Score
@@ -42,6 +43,8 @@ class RunFacts:
     ineligible_reasons: list[str]
     probes: int
     script_sha256: dict[str, str]
+    pin: m.PinBlock | None = None
+    distributed_contract: m.ContractBlock | None = None
 
 
 def build_series(facts: RunFacts) -> m.TrainSeries:
@@ -120,7 +123,7 @@ def build_documents(
     hello, plan = facts.hello[0], model["plan"]
     peak_rss = max(d["peak_rss_bytes"] for d in facts.done.values())
     peak_vram = [d["peak_vram_bytes"] for d in facts.done.values() if d["peak_vram_bytes"] is not None]
-    flops = 6.0 * model["model_params"] * ledger.positions
+    flops = training_flops(model["model_params"], ledger.positions)
     machine = m.MachineBlock.model_validate(hello["machine"])
     profile = build_profile(
         facts.run_dir,
@@ -128,7 +131,10 @@ def build_documents(
         run_id=facts.run_id,
         machine=machine,
         world_size=spec.world_size,
-        flops=flops,
+        parameters=model["model_params"],
+        forward_flops=facts.done[0]["forward_flops"],
+        rows_times_width=model["batch_size"] * model["seq_len"],
+        on_device=hello["device"].startswith("cuda"),
         train_s=facts.train_s,
         startup_s=facts.startup_s,
         heldout_s=facts.heldout_s,
@@ -142,7 +148,8 @@ def build_documents(
         ),
     )
     gpu_count = spec.world_size if hello["device"].startswith("cuda") else 0
-    tail_bytes, tail_tokens = (plan["corpus_bytes"] - ledger.bytes, plan["corpus_tokens"] - ledger.scored_tokens)
+    covered_tokens = ledger.scored_tokens if spec.exact else ledger.positions  # there, row-first tokens count
+    tail_bytes, tail_tokens = (plan["corpus_bytes"] - ledger.bytes, plan["corpus_tokens"] - covered_tokens)
     manifest = m.RunManifest(
         submission_id=facts.submission_id,
         run_id=facts.run_id,
@@ -184,7 +191,7 @@ def build_documents(
         metrics=m.MetricsBlock(
             online_loss=online.nats / online.tokens,
             step0_loss=ledger.step0_loss,
-            random_init_baseline_nats=float(np.log(model["head_width"])),
+            random_init_baseline_nats=float(np.log(spec.baseline_width(model["head_width"]))),
             consumed_batches=ledger.batches,
             covered_bytes=online.bytes,
             total_bytes_covered=online.bytes,
@@ -261,6 +268,8 @@ def build_documents(
             ledger_chain=ledger.chain.hex(),
             heldout_sha256=_digest_of(facts.run_dir / c.HELDOUT_FILE),
             heldout_documents_sha256=_digest_of(facts.run_dir / c.HELDOUT_DOCUMENTS_FILE),
+            pin=facts.pin,
+            distributed_contract=facts.distributed_contract,
             probes=facts.probes,
         ),
         artifacts=_artifacts(facts.run_dir),

@@ -30,7 +30,14 @@ from prism_fast.protocol.errors import BundleFailed, BundleRejected, PrismError 
 PACKAGE = Path(__file__).parent.parent
 # An error raised in these files, and not in bundle code that they called, is ours.
 ENGINE_FILES = tuple(
-    str(PACKAGE / p) for p in ("data", "harness/instrument.py", "harness/open_source.py", "harness/predictor.py")
+    str(PACKAGE / p)
+    for p in (
+        "data",
+        "harness/instrument.py",
+        "harness/open_source.py",
+        "harness/predictor.py",
+        "harness/prism_v2.py",
+    )
 )
 
 FILE_BYTES_OVER_QUOTA = 1 << 26  # the referee ends a run over its quota by name; the limit only bounds how far over
@@ -84,8 +91,21 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     source: OpenSource | SealedSource
     if spec.seal == "sealed":
         source = SealedSource(spec, channel)
+    elif not spec.exact:
+        from prism_fast.data.contiguous import ContiguousStream
+        from prism_fast.harness.prism_v2 import PrismV2Source
+
+        source = PrismV2Source(
+            spec,
+            channel,
+            make_stream=lambda seq_len, batch_size, basis: ContiguousStream(
+                job["train_shards"], seq_len, batch_size, basis=basis, token_budget=spec.token_budget
+            ),
+            token_bytes={},
+            rank=rank,
+        )
     else:
-        split = open_corpus(job["corpus_dir"]).split("train")
+        split = job.get("train_shards") or open_corpus(job["corpus_dir"]).split("train")
         source = OpenSource(
             spec,
             channel,
@@ -164,6 +184,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_vram_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
             "save_s": perf_counter() - trained_s,
+            "forward_flops": instrument.forward_flops() if rank == 0 else None,
             "rank_report": report.document(instrument.model) if report else None,
         },
     )

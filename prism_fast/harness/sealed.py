@@ -27,6 +27,7 @@ from prism_fast.harness.ledger import Ledger, pack_record
 from prism_fast.harness.probes import ProbePlan, TokenFrequencies, broken_rule
 from prism_fast.harness.shared_memory import SharedRegion
 from prism_fast.protocol import constants as c
+from prism_fast.protocol.budgets import budget_reached, steps_at_most
 from prism_fast.protocol.errors import BundleFailed, BundleRejected
 from prism_fast.protocol.run_spec import RunSpec
 
@@ -200,13 +201,8 @@ class SealedSession:
 
     def _batches_at_most(self, request: dict[str, Any]) -> int:
         """Batches of one rank that the budgets allow."""
-        spec = self.spec
-        limits = [1 << 62]
-        if spec.step_budget is not None:
-            limits.append(spec.step_budget)
-        if spec.token_budget is not None:
-            limits.append(-(-spec.token_budget // (request["seq_len"] * request["batch_size"] * spec.world_size)))
-        return min(limits)
+        tokens_per_step = request["seq_len"] * request["batch_size"] * self.spec.world_size
+        return steps_at_most(self.spec, tokens_per_step, request["model_params"])
 
     # ------------------------------------------------------------------------------------------ batches are scored
 
@@ -224,11 +220,10 @@ class SealedSession:
             )
         if any(self._ranks[r].stream is None for r in autocast):
             raise BundleFailed("a batch was asked for before the weights were shown", rule=c.RULE_RUNTIME_ERROR)
-        spec = self.spec
-        if spec.token_budget is not None and self._tokens_seen >= spec.token_budget:
-            return c.STOP_TOKEN_BUDGET
-        if spec.step_budget is not None and index >= spec.step_budget:
-            return c.STOP_STEP_BUDGET
+        first = self._ranks[0].request
+        assert first is not None
+        if (reason := budget_reached(self.spec, self._tokens_seen, index, first["model_params"])) is not None:
+            return reason
         if stop is not None:
             return stop
         if index >= min(len(self._ranks[r].stream) for r in autocast):
@@ -345,7 +340,7 @@ def checked_request(document: Any, spec: RunSpec) -> dict[str, Any]:
             f"the trainer asked for batch_size={request['batch_size']}; this run pins it to {spec.batch_size}",
             rule=c.RULE_BATCH_REQUEST,
         )
-    if request["basis"] not in (("bytes",) if spec.tokenizer == "bytes" else ("bytes", "tokens")):
+    if request["basis"] not in ("bytes", "tokens"):
         raise BundleRejected(f"the trainer asked for the basis {request['basis']!r}", rule=c.RULE_TOKENIZER)
     return request
 

@@ -56,6 +56,7 @@ class SealedSource:
         self._share.refresh()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the evaluator reads what the last step wrote
+            began = perf_counter()  # the wait was the step's own time, which events measure
         answer = self.channel.ask(index, wire.BATCH, self._autocast())
         if isinstance(answer, str):
             return answer

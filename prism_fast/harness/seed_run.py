@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import prism_fast
 from prism_fast.harness.evaluator_client import Evaluator
@@ -23,7 +24,8 @@ from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import canonical_json, sha256_hex, write_atomically, write_json
-from prism_fast.protocol.errors import EngineFault
+from prism_fast.protocol.errors import BundleFailed, EngineFault
+from prism_fast.protocol.pins import scale_pin_public_ok
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import HeldOut, Score, compute_score
 
@@ -57,6 +59,7 @@ class SeedRun:
         began = monotonic()
         keep = set(descendants(os.getpid()))
         write_json(self.run_dir / c.RUN_SPEC_FILE, self.spec.model_dump(mode="json"))
+        self.prepared.bundle.write_to(self.run_dir / c.BUNDLE_DIR)
         ledger = Ledger(self.run_dir, self.spec.world_size)
         try:
             trained = self._train(ledger)
@@ -75,10 +78,11 @@ class SeedRun:
         score = compute_score(
             ledger.code_length,
             step0_loss=ledger.step0_loss,
-            head_width=trained.model["head_width"],
+            head_width=self.spec.baseline_width(trained.model["head_width"]),
             faults=ledger.faults,
             heldout=heldout,
             violations=list(violations),
+            cap_twin_at_uniform=self.spec.exact,
         )
         return self._write(trained, ledger, score, monotonic() - began, heldout_s)
 
@@ -96,6 +100,7 @@ class SeedRun:
                 {
                     "bundle_dir": bundle_dir,
                     "corpus_dir": folder,
+                    "train_shards": [] if sealed else [str(path) for path in self.prepared.train.shards],
                     "data_dir": folder,
                     "artifacts_dir": str(self.run_dir / c.ARTIFACTS_DIR),
                     "tokenizer_dir": str(ASSETS),
@@ -125,7 +130,7 @@ class SeedRun:
             self.environment,
             self.run_dir,
             SealedData(
-                split=prepared.corpus.split("train"),
+                split=prepared.train,
                 tokenizer=prepared.tokenizer,
                 byte_tokenizer=prepared.byte_tokenizer,
                 prefetch=self.request.prefetch,
@@ -177,6 +182,8 @@ class SeedRun:
                 self.session.shadow.set_deadline(deadline)
             else:
                 layout, region = load_state(self.run_dir / c.WEIGHTS_FILE)
+            if not spec.exact:
+                return self._held_out_v2(evaluator, layout, region, before_batch), []
             basis = "tokens" if spec.tokenizer == "bytes" else trained.model["basis"]
             basis_tokenizer = prepared.tokenizer if basis == "tokens" else prepared.byte_tokenizer
             evaluator.n_vocab = basis_tokenizer.n_vocab
@@ -200,6 +207,31 @@ class SeedRun:
         self._probes = sum(report[p]["probes"] for p in ("trained", "train_prefix"))
         return heldout, sorted({r for p in ("trained", "train_prefix") for r in report[p]["broken_rules"]})
 
+    def _held_out_v2(
+        self, evaluator: Evaluator, layout: Any, region: Any, before_batch: Callable[[], None]
+    ) -> HeldOut | None:
+        """By the original's rules; a model that fails there has no held-out figure, as it had none there."""
+        from prism_fast.harness.prism_v2 import score_heldout_v2
+
+        spec, prepared = self.spec, self.prepared
+        try:
+            heldout, report = score_heldout_v2(
+                evaluator,
+                layout,
+                region,
+                corpus=prepared.corpus,
+                val_corpus=prepared.val_corpus,
+                seq_len=spec.sequence_length,
+                vocab_size=spec.vocab_size,
+                byte_budget=spec.val_byte_budget,
+                before_batch=before_batch,
+            )
+        except BundleFailed as error:
+            self.reporter.warn(f"no held-out figure, the score is degraded: {error}")
+            return None
+        write_json(self.run_dir / c.HELDOUT_FILE, report)
+        return heldout
+
     # -------------------------------------------------------------------------------------------------------- results
 
     def _write(
@@ -207,7 +239,7 @@ class SeedRun:
     ) -> m.RunManifest:
         prepared, spec, run_dir = self.prepared, self.spec, self.run_dir
         assert trained.model is not None
-        train_split = prepared.corpus.split("train")
+        train_split = prepared.train
         stopped_reason = trained.done[0]["stopped_reason"]
         submission_id = prepared.bundle.submission_id
         facts = RunFacts(
@@ -216,7 +248,9 @@ class SeedRun:
             run_id=f"{submission_id}-{spec.seed}-{spec.hash[:12]}",
             run_dir=run_dir,
             data_dir=self.request.data,
-            data_source=prepared.corpus.manifest.dataset.name,
+            data_source=" then ".join(
+                corpus.manifest.dataset.name for corpus in (prepared.corpus, prepared.phase2_corpus) if corpus
+            ),
             shard_count=len(train_split.shards),
             available_bytes=train_split.bytes,
             hello=trained.hello,
@@ -234,7 +268,9 @@ class SeedRun:
             train_s=trained.train_s,
             wall_s=wall_s,
             heldout_s=heldout_s,
-            ineligible_reasons=_ineligible(spec, stopped_reason, score),
+            ineligible_reasons=_ineligible(spec, stopped_reason, score, prepared),
+            pin=_pin_block(self.request),
+            distributed_contract=_contract_block(prepared),
             script_sha256={name: sha256_hex(script) for name, script in prepared.bundle.scripts.items()},
             probes=self._probes + (self.session.probes if self.session is not None else 0),
         )
@@ -245,7 +281,22 @@ class SeedRun:
         return manifest
 
 
-def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
+def _pin_block(request: ScoreRequest) -> m.PinBlock | None:
+    if request.pin is None or request.pin_name is None:
+        return None
+    guard = scale_pin_public_ok(request.pin)
+    return m.PinBlock(name=request.pin_name, sha256=request.pin.digest, public_ok=guard.ok, reasons=list(guard.reasons))
+
+
+def _contract_block(prepared: Prepared) -> m.ContractBlock | None:
+    contract = prepared.contract
+    if contract is None:
+        return None
+    off = contract.policy == "off"
+    return m.ContractBlock(policy=contract.policy, ok=None if off else contract.ok, unmet=contract.flags)
+
+
+def _ineligible(spec: RunSpec, stopped_reason: str, score: Score, prepared: Prepared) -> list[str]:
     """Why this run cannot take the crown, whatever its score."""
     reasons = []
     if spec.seal != "sealed":
@@ -260,6 +311,10 @@ def _ineligible(spec: RunSpec, stopped_reason: str, score: Score) -> list[str]:
         reasons.append("the run was interrupted")
     if score.degraded:
         reasons.append("no held-out figure")
+    if prepared.contract is not None and prepared.contract.policy == "off":
+        reasons.append("the distributed contract was not looked at")
+    elif prepared.contract is not None and not prepared.contract.ok:
+        reasons.append(f"the distributed contract is not met: {', '.join(prepared.contract.flags)}")
     return reasons
 
 

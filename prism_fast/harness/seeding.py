@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,9 @@ def set_deterministic(threads: int, deterministic: bool) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # use_deterministic_algorithms would import the compiler for its flag: more than a second in every process
+    torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1" if deterministic else "0"
     _fill_uninitialized_memory(False)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic

@@ -24,6 +24,7 @@ from prism_fast.protocol.canonical import canonical_json, file_sha256, sha256_he
 from prism_fast.protocol.errors import PrismError, UsageError
 from prism_fast.protocol.run_spec import RunSpec
 from prism_fast.protocol.score import CodeLength, HeldOut, compute_score
+from prism_fast.protocol.settings import phase2_sibling
 
 KEPT_SCORE_FIELDS = (
     "final_score",
@@ -45,13 +46,15 @@ def verify_run(
     seed_dir: Path,
     *,
     data: str | None = None,
+    phase2: str | None = None,
     cache_dir: Path | None = None,
     bundle: Path | None = None,
     replay: int = 0,
 ) -> Iterator[str]:
     """Yields one sentence per disagreement; nothing when the run is what it says it is.
 
-    `data`: the corpus the run was scored on (as for `prism-fast score --data`), to check every batch against it.
+    `data`: the corpus the run was scored on (as for `prism-fast score --data`), to check every batch against it;
+    `phase2`: the second one of a full-scale run (default: the sibling sample-100BT).
     `replay`: batches to execute again, which needs `data` and `bundle`. Raises UsageError when there is no run here.
     """
     try:
@@ -75,7 +78,7 @@ def verify_run(
         return
     yield from _figures(seed_dir, manifest, spec, records)
     if data is not None:
-        yield from _against_corpus(data, cache_dir, manifest, spec, records)
+        yield from _against_corpus(data, phase2, cache_dir, manifest, spec, records)
     if replay:
         if data is None or bundle is None:
             raise UsageError("--replay executes batches again: it needs --data and --bundle")
@@ -102,6 +105,9 @@ def _digests(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec) -> Iterator
             yield f"{path}: missing; the manifest names it with sha256 {digest[:12]}"
         elif (found := file_sha256(path)) != digest:
             yield f"{path}: sha256 {found[:12]}; the manifest names {digest[:12]}"
+    kept = seed_dir / c.BUNDLE_DIR
+    if kept.is_dir() and (found := _digest_of_bundle(kept)) != engine.bundle_sha256:
+        yield f"{kept}: bundle {found[:12]}; the manifest names {engine.bundle_sha256[:12]}"
     chain = seed_dir / c.LEDGER_CHAIN_FILE
     if not chain.is_file():
         yield f"{chain}: missing"
@@ -111,6 +117,15 @@ def _digests(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec) -> Iterator
             yield f"{chain}: does not follow from {c.LEDGER_FILE}"
         elif (links[-1].hex() if links else layout.CHAIN_SEED.hex()) != engine.ledger_chain:
             yield f"{chain}: its last link is not the manifest's"
+
+
+def _digest_of_bundle(folder: Path) -> str:
+    from prism_fast.harness.bundle import load_bundle
+
+    try:
+        return load_bundle(folder).digest
+    except PrismError as error:
+        return str(error)
 
 
 def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray) -> Iterator[str]:
@@ -148,8 +163,8 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     heldout = None
     if (seed_dir / c.HELDOUT_FILE).is_file():
         report = orjson.loads((seed_dir / c.HELDOUT_FILE).read_bytes())
-        documents = np.load(seed_dir / c.HELDOUT_DOCUMENTS_FILE)
-        for name in ("trained", "twin"):
+        for name in ("trained", "twin") if spec.exact else ():  # prism-v2 has no figures of documents
+            documents = np.load(seed_dir / c.HELDOUT_DOCUMENTS_FILE)
             total = 0.0
             for value in documents[f"nats_{name}"].tolist():
                 total += value
@@ -163,10 +178,11 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     score = compute_score(
         online,
         step0_loss=step0,
-        head_width=manifest.engine.head_width,
+        head_width=spec.baseline_width(manifest.engine.head_width),
         faults=int(faults.sum()),
         heldout=heldout,
         violations=[f for f in manifest.score.flags if f.startswith(RULE_PREFIX)],
+        cap_twin_at_uniform=spec.exact,
     )
     folded = dataclasses.asdict(score)
     for field in KEPT_SCORE_FIELDS:
@@ -174,26 +190,36 @@ def _figures(seed_dir: Path, manifest: m.RunManifest, spec: RunSpec, records: np
     series = (seed_dir / c.TRAIN_SERIES_FILE).read_bytes() if (seed_dir / c.TRAIN_SERIES_FILE).is_file() else b""
     if series and sha256_hex(canonical_json(orjson.loads(series))) != metrics.train_series.sha256:
         yield f"{seed_dir / c.TRAIN_SERIES_FILE}: not the series whose digest the manifest holds"
-    if not math.isclose(metrics.random_init_baseline_nats, math.log(manifest.engine.head_width)):
+    if not math.isclose(metrics.random_init_baseline_nats, math.log(spec.baseline_width(manifest.engine.head_width))):
         yield f"{seed_dir / c.RUN_MANIFEST_FILE}: random_init_baseline_nats is not ln of the head's width"
 
 
 def _against_corpus(
-    data: str, cache_dir: Path | None, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray
+    data: str, phase2: str | None, cache_dir: Path | None, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray
 ) -> Iterator[str]:
-    from prism_fast.data.corpus import resolve_data, verify_corpus
+    from prism_fast.data.corpus import joined_splits, resolve_data, verify_corpus
     from prism_fast.data.stream import TokenStream
     from prism_fast.data.tokenizers import reference_tokenizer
 
-    corpus = resolve_data(data, reference_tokenizer(spec.tokenizer), cache_dir)
-    verify_corpus(corpus.folder)
-    if corpus.fingerprint != spec.corpus_fingerprint:
-        yield f"{data}: corpus {corpus.fingerprint[:12]}; the run was scored on {spec.corpus_fingerprint[:12]}"
+    places = [(data, spec.corpus_fingerprint)]
+    if spec.phase2_corpus_fingerprint is not None:
+        places.append((phase2 or phase2_sibling(data), spec.phase2_corpus_fingerprint))
+    phases = []
+    for place, fingerprint in places:
+        corpus = resolve_data(place, reference_tokenizer(spec.tokenizer), cache_dir, mount_of="train")
+        verify_corpus(corpus.folder, mounts=corpus.mounts)
+        if corpus.fingerprint != fingerprint:
+            yield f"{place}: corpus {corpus.fingerprint[:12]}; the run was scored on {fingerprint[:12]}"
+            return
+        phases.append(corpus.split("train"))
+    split = joined_splits(*phases)
+    if not spec.exact:
+        yield from _against_contiguous_rows(split, manifest, spec, records)
         return
     for rank in range(spec.world_size):
         own = records[rank :: spec.world_size]
         stream = TokenStream(
-            corpus.split("train"),
+            split,
             manifest.engine.seq_len,
             manifest.engine.batch_size,
             basis="bytes" if manifest.engine.basis == "bytes" and spec.tokenizer != "bytes" else "tokens",
@@ -211,6 +237,24 @@ def _against_corpus(
                         f"{stated}; the corpus has {found}"
                     )
                     return
+
+
+def _against_contiguous_rows(split: Any, manifest: m.RunManifest, spec: RunSpec, records: np.ndarray) -> Iterator[str]:
+    from prism_fast.data.contiguous import ContiguousStream, WholeBytes
+
+    engine, whole = manifest.engine, WholeBytes()
+    stream = ContiguousStream(
+        split, engine.seq_len, engine.batch_size, basis=engine.basis, token_budget=spec.token_budget
+    )
+    for record in records:
+        block = next(stream, None)
+        found = None if block is None else (whole(block.utf8_bytes), block.tokens.size)
+        stated = (int(record["bytes"]), int(record["positions"]))
+        if found != stated:
+            yield (
+                f"{c.LEDGER_FILE}: batch {int(record['index'])} states (bytes, tokens) = {stated}; the corpus: {found}"
+            )
+            return
 
 
 def _replay(
@@ -243,10 +287,15 @@ def _replay(
                 batch_size=spec.batch_size,
                 token_budget=spec.token_budget,
                 step_budget=batches,
+                flops_budget=spec.flops_budget,
+                stage=spec.param_ladder_stage,
+                vocab_size=spec.vocab_size,
+                policy="off",
                 budget_seconds=spec.budget_seconds,
                 val_byte_budget=1,
                 seeds=(spec.seed,),
                 nproc=spec.world_size,
+                accounting=spec.accounting,
                 seal=spec.seal,
                 isolation=spec.isolation if spec.seal == "sealed" else "auto",
                 device=spec.device,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.operators import operator
 from prism_fast.kernels.shapes import check_same_device
 
 _LN2 = math.log(2.0)
@@ -58,7 +59,7 @@ def batch_code_length(
     )
 
 
-@torch.library.custom_op("prism_fast::batch_code_length", mutates_args=())
+@operator("batch_code_length")
 def _batch_code_length(
     nll: Tensor, target: Tensor, token_bytes: Tensor, fault_nats: float, ignore_index: int
 ) -> Tensor:

@@ -20,6 +20,7 @@ from prism_fast.kernels.from_logits import (
     runs_eagerly,
     uses_reference,
 )
+from prism_fast.kernels.operators import operator
 from prism_fast.kernels.reduction import mean_divisor
 from prism_fast.kernels.shapes import as_hidden_rows, autocast_head
 
@@ -150,7 +151,7 @@ class _Fused(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-@torch.library.custom_op("prism_fast::linear_cross_entropy_fused", mutates_args=())
+@operator("linear_cross_entropy_fused")
 def _linear_cross_entropy_fused(
     hidden: Tensor,
     weight: Tensor,
@@ -226,7 +227,7 @@ def _backward_fused(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None,
 _linear_cross_entropy_fused.register_autograd(_backward_fused, setup_context=_setup_fused)
 
 
-@torch.library.custom_op("prism_fast::linear_cross_entropy", mutates_args=())
+@operator("linear_cross_entropy")
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -265,7 +266,7 @@ def _(
     )
 
 
-@torch.library.custom_op("prism_fast::linear_cross_entropy_backward", mutates_args=())
+@operator("linear_cross_entropy_backward")
 def _linear_cross_entropy_backward(
     hidden: Tensor,
     weight: Tensor,

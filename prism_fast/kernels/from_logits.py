@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from prism_fast.kernels.backends import LossOptions
 from prism_fast.kernels.backends.torch import accumulation_dtype, loss_rows
 from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.operators import operator
 from prism_fast.kernels.reduction import check_reduction, mean_divisor
 from prism_fast.kernels.shapes import as_logit_rows, check_same_device
 
@@ -123,10 +124,14 @@ def uses_reference(rows: Tensor) -> bool:
 
 
 def runs_eagerly(*tensors: Tensor) -> bool:
-    """Whether numbers are at hand: not while torch.compile traces, nor for fake and other kinds of tensors, for which
-    there are the registered operators.
+    """Whether numbers are at hand and nobody looks: not while torch.compile traces, nor for fake and other kinds of
+    tensors, nor under a mode that watches operators (a FLOP counter, say), for which there are the registered ones.
     """
-    return not torch.compiler.is_compiling() and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+    )
 
 
 def fuses(rows: Tensor) -> bool:
@@ -189,7 +194,7 @@ class _Rows(torch.autograd.Function):
             loss, lse, _ = backend.cross_entropy_forward(rows.detach(), target, options)
             ctx.save_for_backward(expected, rows, target, lse)
             return loss
-        ctx.grad = rows.detach() if ctx.inplace else torch.empty_like(rows)
+        ctx.grad = rows.detach() if ctx.inplace else backend.gradient_like(rows.detach())
         loss, lse, _ = backend.cross_entropy_forward_backward(rows.detach(), target, expected, options, ctx.grad)
         if ctx.inplace:
             # Whoever else saved these logits for a backward pass gets torch's error, not a wrong gradient.
@@ -215,7 +220,7 @@ class _Rows(torch.autograd.Function):
             rows, target, lse = inputs
             rows = rows.detach()
             if grad is None:
-                grad = rows if ctx.inplace else torch.empty_like(rows)
+                grad = rows if ctx.inplace else backend_for(rows.device).gradient_like(rows)
             backend_for(rows.device).cross_entropy_backward(rows, target, lse, upstream, ctx.options, grad)
         return once(grad), None, None, None, None
 
@@ -235,7 +240,7 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-@torch.library.custom_op("prism_fast::cross_entropy", mutates_args=())
+@operator("cross_entropy")
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -268,7 +273,7 @@ def _(
     )
 
 
-@torch.library.custom_op("prism_fast::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward")
 def _cross_entropy_backward(
     logits: Tensor,
     target: Tensor,
@@ -282,8 +287,9 @@ def _cross_entropy_backward(
 ) -> Tensor:
     """-> d/dlogits [N, V] of sum_i grad_loss[i] * loss[i], in the dtype of the logits."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, weight)
-    out = torch.empty_like(logits)
-    backend_for(logits.device).cross_entropy_backward(logits, target, lse, grad_loss, options, out)
+    backend = backend_for(logits.device)
+    out = backend.gradient_like(logits)
+    backend.cross_entropy_backward(logits, target, lse, grad_loss, options, out)
     return out
 
 

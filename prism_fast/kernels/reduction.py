@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prism_fast.kernels.backends import LossOptions
 from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.operators import operator
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -29,7 +30,7 @@ def mean_divisor(target: Tensor, options: LossOptions, dtype: torch.dtype) -> Te
     return torch.ops.prism_fast.sum_rows(weights)
 
 
-@torch.library.custom_op("prism_fast::sum_rows", mutates_args=())
+@operator("sum_rows")
 def sum_rows(values: Tensor) -> Tensor:
     """Sum of `values` [N], -> []."""
     return backend_for(values.device).sum_rows(values)

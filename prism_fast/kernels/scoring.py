@@ -11,6 +11,7 @@ from torch import Tensor
 from prism_fast.kernels.backends import RowNll, RowShard
 from prism_fast.kernels.backends.torch import accumulation_dtype
 from prism_fast.kernels.dispatch import backend_for
+from prism_fast.kernels.operators import operator
 from prism_fast.kernels.shapes import as_hidden_rows, as_logit_rows, autocast_head
 
 
@@ -121,7 +122,7 @@ def token_nll_shard(logits: Tensor, target: Tensor, *, vocab_start: int, ignore_
     return RowShard(*torch.ops.prism_fast.token_nll_shard(rows, ids, ignore_index, vocab_start))
 
 
-@torch.library.custom_op("prism_fast::token_nll", mutates_args=())
+@operator("token_nll")
 def _token_nll(
     logits: Tensor, target: Tensor, ignore_index: int, with_correct: bool, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -135,7 +136,7 @@ def _(
     return _fake_rows(logits, with_correct, with_entropy)
 
 
-@torch.library.custom_op("prism_fast::linear_token_nll", mutates_args=())
+@operator("linear_token_nll")
 def _linear_token_nll(
     hidden: Tensor,
     weight: Tensor,
@@ -164,7 +165,7 @@ def _(
     return _fake_rows(hidden, with_correct, with_entropy)
 
 
-@torch.library.custom_op("prism_fast::token_nll_shard", mutates_args=())
+@operator("token_nll_shard")
 def _token_nll_shard(
     logits: Tensor, target: Tensor, ignore_index: int, vocab_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:

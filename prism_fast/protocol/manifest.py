@@ -135,6 +135,24 @@ class AntiCheatBlock(_Block):
     artifacts_quota_exceeded: bool
 
 
+class PinBlock(_Block):
+    """The protocol pin that a run was scored under."""
+
+    name: str
+    protocol_id: Literal["prism_official_compare.v1"] = c.PROTOCOL_ID
+    sha256: str = Field(description="of the pin's canonical JSON, the seeds asked for included")
+    public_ok: bool = Field(description="whether the pin may carry a public claim: at least three distinct seeds")
+    reasons: list[str]
+
+
+class ContractBlock(_Block):
+    """What the static distributed contract of training.py came to; `unmet` holds "rule:requirement"."""
+
+    policy: Literal["reject", "flag", "off"]
+    ok: bool | None = Field(description="null when the policy is off: nothing was looked at")
+    unmet: list[str]
+
+
 class EngineBlock(_Block):
     """Ours: what a score was made with, so that two scores can be told apart or proven alike."""
 
@@ -163,6 +181,8 @@ class EngineBlock(_Block):
     ledger_chain: str = Field(description="the last link of ledger.chain")
     heldout_sha256: str | None
     heldout_documents_sha256: str | None
+    pin: PinBlock | None = None
+    distributed_contract: ContractBlock | None = None
     probes: int = Field(description="batches, online and held-out, whose prediction was probed; 0 in open mode")
 
 
@@ -271,11 +291,21 @@ class Quantiles(_Block):
 
 
 class FlopsBlock(_Block):
+    """Of the whole run, forward and backward. MFU counts the model's own step only, not the scoring forward."""
+
     convention: Literal["6ND"] = "6ND"
-    total: float
+    total: float = Field(description="6 x parameters x tokens_seen")
     per_second: float | None
     mfu: float | None = Field(description="null where the device's peak is not known")
-    peak_flops: float | None
+    attention_aware_total: float | None = Field(
+        default=None,
+        description="three times the products of the model's own forward, attention's pairs included; null where the "
+        "model could not be counted",
+    )
+    attention_aware_per_second: float | None = None
+    attention_aware_mfu: float | None = None
+    peak_flops: float | None = Field(description="dense bf16 of all ranks' devices")
+    peak_source: str | None = None
 
 
 class PaddingBlock(_Block):
@@ -287,6 +317,20 @@ class MemoryBlock(_Block):
     peak_rss_bytes: int
     peak_device_allocated_bytes: int | None
     peak_device_reserved_bytes: int | None
+
+
+class ProfileSeries(_Block):
+    """One entry per point, which stands for `stride` steps of rank 0 from step `i` on: means, and the longest step."""
+
+    stride: int
+    i: list[int]
+    data_wait_s: list[float]
+    predict_forward_s: list[float]
+    scoring_kernel_s: list[float]
+    miner_step_s: list[float]
+    ledger_s: list[float]
+    step_max_s: list[float]
+    tokens_per_s: list[float] = Field(description="all ranks, over the steps' own time")
 
 
 class ThroughputProfile(_Block):
@@ -308,6 +352,7 @@ class ThroughputProfile(_Block):
     memory: MemoryBlock
     startup_s: dict[str, float]
     heldout_s: float | None
+    series: ProfileSeries | None = None
 
 
 class RunStatus(_Block):
@@ -345,6 +390,7 @@ class Spread(_Block):
 class RunSummary(_Block):
     schema_version: Literal["prism_run_summary.v1"] = c.SUMMARY_SCHEMA
     submission_id: str
+    accounting: str = "exact"
     posture: Literal["public", "provisional"] = Field(description="public needs at least three distinct scored seeds")
     seeds: list[SeedResult]
     final_score: Spread | None

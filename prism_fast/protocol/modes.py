@@ -23,9 +23,10 @@ class Phase:
 
 SAMPLE_10BT = Phase("sample-10BT", 10_000_000_000)
 SAMPLE_100BT = Phase("sample-100BT", 100_000_000_000)
+FULL_SCALE = "full_scale_eval"
 MODE_PHASES: dict[str, tuple[Phase, ...]] = {
     "gpu_proxy_eval": (SAMPLE_10BT,),
-    "full_scale_eval": (SAMPLE_10BT, SAMPLE_100BT),
+    FULL_SCALE: (SAMPLE_10BT, SAMPLE_100BT),
 }
 
 
@@ -64,9 +65,9 @@ def execution_mode_targets() -> dict[str, dict[str, Any]]:
 
 def runtime_policy_defaults(settings: PrismSettings | None = None) -> dict[str, Any]:
     """The policy a run starts from under `settings` (default: the environment's), as one JSON-ready document."""
-    from prism_fast.protocol.settings import PrismSettings
+    from prism_fast.protocol.settings import read_settings
 
-    settings = settings or PrismSettings()
+    settings = settings or read_settings()
     return {
         "execution_mode_targets": execution_mode_targets(),
         "context": settings.prism_context_kwargs(),

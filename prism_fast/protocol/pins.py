@@ -96,6 +96,9 @@ SCALE_PHASES: dict[str, ScalePhase] = {
 }
 
 
+PIN_NAMES = tuple(SCALE_PHASES)
+
+
 @dataclass(frozen=True)
 class PinGuard:
     """Whether a pin may carry a public claim, and every reason why not."""

@@ -10,10 +10,8 @@ from typing import Any
 import orjson
 
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.modes import SAMPLE_10BT, SAMPLE_100BT
-from prism_fast.protocol.settings import PrismSettings, phase2_sibling
-
-MODE = "full_scale_eval"
+from prism_fast.protocol.modes import FULL_SCALE, SAMPLE_10BT, SAMPLE_100BT
+from prism_fast.protocol.settings import PrismSettings, phase2_sibling, read_settings
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class FullScaleReadiness:
             "reasons": list(self.reasons),
             "checks": dict(self.checks),
             "paths": dict(self.paths),
-            "execution_mode": MODE,
+            "execution_mode": FULL_SCALE,
             "ladder_stage": "full_scale",
             "phase_1_dataset_subset": SAMPLE_10BT.dataset_subset,
             "phase_1_token_target": SAMPLE_10BT.tokens,
@@ -75,7 +73,7 @@ def probe_full_scale_readiness(
     Without a path of its own, phase 2 is the train mount's sibling `sample-100BT`. A mount is ready when it is a
     readable directory with a manifest (in it or beside it) that is JSON, and holds something besides.
     """
-    settings = settings or PrismSettings()
+    settings = settings or read_settings()
     train = os.fspath(train_data_dir) if train_data_dir is not None else settings.base_eval_train_data_dir
     val = os.fspath(val_data_dir) if val_data_dir is not None else settings.base_eval_val_data_dir
     if phase2_data_dir is not None:

@@ -34,6 +34,7 @@ class RunSpec(BaseModel):
     tokenizer: str
     tokenizer_fingerprint: str
     corpus_fingerprint: str
+    phase2_corpus_fingerprint: str | None = None
     val_corpus_fingerprint: str | None
     val_byte_budget: int | None = Field(default=None, gt=0)
     vocab_size: int = Field(gt=1)
@@ -41,6 +42,7 @@ class RunSpec(BaseModel):
     batch_size: int | None = Field(default=None, gt=0)
     token_budget: int | None = Field(default=c.DEFAULT_TOKEN_BUDGET, gt=0)
     step_budget: int | None = Field(default=None, gt=0)
+    flops_budget: float | None = Field(default=None, gt=0)
     budget_seconds: float = Field(default=c.DEFAULT_BUDGET_SECONDS, gt=0)
     watchdog_grace_seconds: float = Field(default=c.WATCHDOG_GRACE_SECONDS, ge=0)
     artifacts_quota_bytes: int = Field(default=c.ARTIFACTS_QUOTA_BYTES, ge=0)
@@ -48,6 +50,16 @@ class RunSpec(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: int = Field(ge=1)
     deterministic_algorithms: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether figures follow the exact accounting; if not, the original engine's (prism-v2)."""
+        return self.accounting == "exact"
+
+    def baseline_width(self, head_width: int) -> int:
+        """Symbols of the random-init baseline that the step-0 threshold is half of: the head's own, or the original's
+        `ctx.vocab_size`."""
+        return head_width if self.exact else self.vocab_size
 
     @property
     def hash(self) -> str:

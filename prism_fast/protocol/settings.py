@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from prism_fast.protocol import constants as c
+from prism_fast.protocol.errors import UsageError
 from prism_fast.protocol.ladder import max_parameters_for_stage
 
 DEFAULT_TRAIN_DATA_DIR = "/data/fineweb-edu/train"
@@ -29,6 +30,7 @@ class PrismSettings(BaseSettings):
     budget_seconds: float = Field(default=c.DEFAULT_BUDGET_SECONDS, gt=0)
     vocab_size: int = Field(default=c.DEFAULT_VOCAB_SIZE, gt=1)
     seed: int = Field(default=c.DEFAULT_SEED, ge=0)
+    distributed_contract_policy: Literal["reject", "flag", "off"] | None = None
     execution_mode: Literal["gpu_proxy_eval", "full_scale_eval"] = "gpu_proxy_eval"
     param_ladder_stage: Literal["explore", "promote", "full_scale"] = "explore"
     base_eval_train_data_dir: str = DEFAULT_TRAIN_DATA_DIR
@@ -52,6 +54,16 @@ class PrismSettings(BaseSettings):
             "param_ladder_stage": self.param_ladder_stage,
             "max_parameters": max_parameters_for_stage(self.param_ladder_stage),
         }
+
+
+def read_settings() -> PrismSettings:
+    """The environment's settings. Raises UsageError naming the variable whose value does not fit."""
+    try:
+        return PrismSettings()
+    except ValidationError as e:
+        first = e.errors()[0]
+        name = "_".join(map(str, first["loc"])).upper()
+        raise UsageError(f"PRISM_{name}={first['input']}: {first['msg']}; correct the variable or unset it") from None
 
 
 def phase2_sibling(train_data_dir: str) -> str:

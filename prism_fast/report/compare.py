@@ -22,7 +22,7 @@ from prism_fast.report.runs import Run, SeedRun, read_run
 Mode = Literal["ArchCompare", "TrainCompare", "SystemCompare"]
 Winner = Literal["a", "b", "tie"]
 MODES: tuple[Mode, ...] = ("ArchCompare", "TrainCompare", "SystemCompare")
-MATCHED_STOPS = (c.STOP_TOKEN_BUDGET, c.STOP_STEP_BUDGET, c.STOP_DATA_EXHAUSTED)
+MATCHED_STOPS = (c.STOP_TOKEN_BUDGET, c.STOP_STEP_BUDGET, c.STOP_FLOPS_BUDGET, c.STOP_DATA_EXHAUSTED)
 TRAJECTORY_MARKS = 16
 
 # What both sides must have been measured with, or their figures are on different rulers.
@@ -31,6 +31,7 @@ RULERS = (
     ("tokenizer", lambda r: r.spec.tokenizer_fingerprint),
     ("basis", lambda r: r.manifest.engine.basis),
     ("training corpus", lambda r: r.spec.corpus_fingerprint),
+    ("second training corpus", lambda r: r.spec.phase2_corpus_fingerprint),
     ("validation corpus", lambda r: r.spec.val_corpus_fingerprint),
     ("validation byte budget", lambda r: r.spec.val_byte_budget),
 )
@@ -39,10 +40,12 @@ PINNED = (
     ("mode", lambda r: r.spec.mode),
     ("param_ladder_stage", lambda r: r.spec.param_ladder_stage),
     ("param_cap", lambda r: r.spec.max_parameters),
+    ("vocab_size", lambda r: r.spec.vocab_size),
     ("seq_len", lambda r: r.manifest.engine.seq_len),
     ("batch_size", lambda r: r.manifest.engine.batch_size),
     ("token_budget", lambda r: r.spec.token_budget),
     ("step_budget", lambda r: r.spec.step_budget),
+    ("flops_budget", lambda r: r.spec.flops_budget),
     ("nproc", lambda r: r.spec.world_size),
     ("seal", lambda r: r.spec.seal),
     ("capture", lambda r: r.spec.capture),
@@ -90,6 +93,7 @@ def compare_runs(a_path: Path, b_path: Path, mode: Mode | None = None) -> dict[s
         "protocol_id": c.PROTOCOL_ID,
         "protocol_hash": _protocol_hash(pairs, seeds),
         "mode": chosen,
+        "accounting": pairs[0][0].spec.accounting if pairs else None,
         "primary_form": "heldout_delta",
         "side_a": _side(a, side_reasons[0]),
         "side_b": _side(b, side_reasons[1]),
@@ -208,11 +212,14 @@ def _side_reasons(run: Run, seeds: list[int]) -> list[str]:
 
 
 def _pair_reasons(pairs: list[tuple[SeedRun, SeedRun]]) -> list[str]:
-    """Why no winner can be named, whoever is at fault: the two did not see equally much."""
+    """Why no winner can be named, whoever is at fault: the two did not see equally much (or spend equal FLOPs)."""
     reasons = []
     for one, other in pairs:
         seen = one.manifest.metrics.tokens_seen, other.manifest.metrics.tokens_seen
-        if abs(seen[0] - seen[1]) >= max(one.tokens_per_batch, other.tokens_per_batch):
+        equal_compute = one.spec.flops_budget == other.spec.flops_budget and all(
+            run.manifest.run.stopped_reason == c.STOP_FLOPS_BUDGET for run in (one, other)
+        )
+        if not equal_compute and abs(seen[0] - seen[1]) >= max(one.tokens_per_batch, other.tokens_per_batch):
             reasons.append(f"seed {one.seed}: a saw {seen[0]:,} tokens and b {seen[1]:,}; expected equal budgets")
         mine, theirs = one.documents(), other.documents()
         if mine and theirs and not np.array_equal(mine.utf8_bytes, theirs.utf8_bytes):

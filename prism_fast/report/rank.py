@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.campaign import RUNS_DIR, campaign_file, read_campaign
-from prism_fast.protocol.errors import DataError
+from prism_fast.protocol.errors import DataError, UsageError
 from prism_fast.report.runs import read_run
 
 
@@ -41,6 +41,7 @@ class Row:
     seeds: tuple[int, ...] = ()
     crown_eligible: bool = False
     path: str = ""
+    accounting: str = "exact"
 
     @property
     def quantum(self) -> int:
@@ -68,6 +69,7 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
 
     `submissions`: a JSON file {submission_id: {"key": ..., "committed_at": ...}}. Without a key of its own a
     submission is its own key. A run with a seed that was not scored is not ranked, and listed with the reason.
+    Raises UsageError for runs of several accountings, whose scores are on different rulers.
     """
     known = read_submissions(submissions) if submissions is not None else {}
     rows: list[Any] = []
@@ -93,7 +95,13 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
                 seeds=tuple(sorted(run.scored)),
                 crown_eligible=all(m.score.emission_crown_eligible for m in manifests),
                 path=str(path),
+                accounting=", ".join(sorted({r.spec.accounting for r in run.scored.values()})),
             )
+        )
+    rulers = sorted({row.accounting for row in rows})
+    if len(rulers) > 1 or any(", " in ruler for ruler in rulers):
+        raise UsageError(
+            f"runs of the accountings {', '.join(rulers)} are on different rulers; rank those of one alone"
         )
     ranked = rank(rows)
     return {

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import DataError, UsageError
-from prism_fast.protocol.manifest import RunManifest, RunStatus, TrainSeries
+from prism_fast.protocol.manifest import RunManifest, RunStatus, ThroughputProfile, TrainSeries
 from prism_fast.protocol.run_spec import RunSpec
 
 M = TypeVar("M", bound=BaseModel)
@@ -47,6 +47,9 @@ class SeedRun:
 
     def series(self) -> TrainSeries:
         return _read(self.directory / c.TRAIN_SERIES_FILE, TrainSeries)
+
+    def profile(self) -> ThroughputProfile:
+        return _read(self.directory / c.THROUGHPUT_PROFILE_FILE, ThroughputProfile)
 
     def documents(self) -> Documents | None:
         """Per-document held-out losses, or None when the run has no held-out figure."""

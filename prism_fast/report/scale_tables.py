@@ -16,6 +16,8 @@ def print_comparison(report: dict[str, Any], console: Console | None = None) -> 
     ranking = report["ranking"]
     seeds = ", ".join(map(str, report["seeds"]))
     console.print(f"{report['mode']}: [bold]a[/] = {a}, [bold]b[/] = {b}; seeds {seeds}", highlight=False)
+    if report["accounting"] not in (None, "exact"):
+        console.print(f"[yellow]accounting {report['accounting']}:[/] the original engine's rules", highlight=False)
     for reason in report["validity"]["reasons"]:
         console.print(f"[yellow]not valid:[/] {escape(reason)}", highlight=False)
     for name, values in report["differences_between_runs"].items():
@@ -83,6 +85,7 @@ def print_leaderboard(board: dict[str, Any], console: Console | None = None) -> 
         standing = ["crown"] if row["submission_id"] == board["crown"] else []
         standing += [] if row["crown_eligible"] else ["not crown eligible"]
         standing += ["provisional"] if row["provisional"] else []
+        standing += [] if row["accounting"] == "exact" else [f"accounting {row['accounting']}"]
         table.add_row(
             str(row["rank"]),
             f"{row['final_score']:.9f}",

@@ -15,7 +15,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_without_arguments_it_shows_its_commands():
     done = run()
-    for command in ("score", "compare", "rank", "pack", "plan", "doctor", "shards", "corpus"):
+    for command in ("score", "compare", "rank", "densify", "pack", "plan", "profile", "doctor", "shards", "corpus"):
         assert command in done.stdout
 
 

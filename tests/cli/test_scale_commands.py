@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from prism_fast.cli import check_command, compare_commands
+from prism_fast.cli import check_command, compare_commands, densify_command
 from prism_fast.protocol.errors import DataError, UsageError
 from prism_fast.protocol.scale import research_protocol_annex, scale_ladder_document
 
@@ -22,6 +22,7 @@ def command(monkeypatch):
     app = typer.Typer()
     check_command.register(app)
     compare_commands.register(app)
+    densify_command.register(app)
 
     def run(*arguments: object):
         result = CliRunner().invoke(app, list(map(str, arguments)))
@@ -158,3 +159,13 @@ def test_ladder_and_annex_print_their_documents(command):
     assert orjson.loads(command("ladder", "--json").stdout) == scale_ladder_document()
     assert "124,000,000" in command("ladder").stdout
     assert orjson.loads(command("annex").stdout) == research_protocol_annex()
+
+
+# ------------------------------------------------------------------------------------------------------------ densify
+
+
+def test_densify_refuses_what_is_no_run(command, tmp_path):
+    with pytest.raises(UsageError, match="no seed-<seed> directory"):
+        command("densify", tmp_path)
+    with pytest.raises(UsageError, match="expected a scored run"):
+        command("densify", tmp_path / "seed-1")

@@ -155,7 +155,7 @@ def test_a_failed_run_leaves_nothing_of_an_earlier_scored_one(score, tmp_path):
         (("--data", "no/such/place"), "no/such/place"),
         (("--capture", "fused"), "not built into this version"),
         (("--seal", "open", "--isolation", "bwrap"), "use --seal sealed"),
-        (("--accounting", "prism-v2"), "not built into this version"),
+        (("--accounting", "prism-v2", "--nproc", "2", "--policy", "off"), "use --seal open --nproc 1"),
         (("--seeds", "1,two"), "1,two"),
         (("--seeds", "7,7"), "each seed once"),
         (("--seq-len", "1"), "--seq-len 1"),

@@ -26,6 +26,7 @@ DONE = {
     "peak_rss_bytes": 1,
     "peak_vram_bytes": None,
     "peak_vram_reserved_bytes": None,
+    "forward_flops": None,
 }
 
 
@@ -55,15 +56,25 @@ def test_the_referee_holds_a_request_to_the_runs_own_bounds(wrong, rule):
     assert e.value.rule == rule
 
 
-def test_a_pinned_batch_size_and_a_byte_run_bind_the_request_too():
-    for bound in ({"batch_size": 5}, {"tokenizer": "bytes"}):
-        with pytest.raises(BundleRejected):
-            checked_request(REQUEST, spec(**bound))
+def test_a_pinned_batch_size_binds_the_request_too():
+    with pytest.raises(BundleRejected):
+        checked_request(REQUEST, spec(batch_size=5))
+
+
+@pytest.mark.parametrize("basis", ["tokens", "bytes"])
+def test_a_byte_run_may_be_asked_for_by_its_own_tokenizer_or_by_none(basis):
+    assert checked_request({**REQUEST, "basis": basis}, spec(tokenizer="bytes"))["basis"] == basis
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"peak_rss_bytes": "many"}, {"peak_rss_bytes": float("nan")}, {"peak_rss_bytes": -1}, {"peak_vram_bytes": [1]}],
+    [
+        {"peak_rss_bytes": "many"},
+        {"peak_rss_bytes": float("nan")},
+        {"peak_rss_bytes": -1},
+        {"peak_vram_bytes": [1]},
+        {"forward_flops": -5},
+    ],
 )
 def test_a_ranks_last_report_is_held_to_its_types(wrong):
     assert done_facts(DONE) == DONE

@@ -97,10 +97,10 @@ def write_seed(
             i=(ends - 1).tolist(),
             tokens_seen=(ends * BATCH * SEQ).tolist(),
             covered_bytes=[round(covered * s) for s in share],
-            train_ce_nats=[1.0] * batches,
+            train_ce_nats=np.linspace(10.8, 6.0, batches).tolist(),
             running_bpb=(4.0 + (prequential_bpb - 4.0) * share).tolist(),
             wall_s=(wall_s * share).tolist(),
-            grad_norm=[None] * batches,
+            grad_norm=[None, *np.geomspace(3.0, 0.3, batches - 1).tolist()],
             clip_event=[False] * batches,
             nan_inf=[False] * batches,
         ),
@@ -231,6 +231,44 @@ def write_seed(
         miner_reported_ignored={},
     )
     write_json(directory / c.RUN_MANIFEST_FILE, manifest.model_dump(mode="json"))
+    write_json(directory / c.THROUGHPUT_PROFILE_FILE, throughput(bundle, batches).model_dump(mode="json"))
+
+
+def throughput(bundle: str, batches: int) -> m.ThroughputProfile:
+    """A profile of steps of 0.1 s, of which the miner's own is 0.08."""
+    tokens = BATCH * SEQ
+    rate = m.RateBlock(tokens_per_s=10.0 * tokens, bytes_per_s=40.0 * tokens, seconds=0.1 * batches, batches=batches)
+    parts = {"data_wait": 0.001, "predict_forward": 0.015, "scoring_kernel": 0.003, "miner_step": 0.08, "ledger": 5e-4}
+    return m.ThroughputProfile(
+        submission_id=bundle,
+        run_id=bundle,
+        machine=m.MachineBlock(
+            cpu="a CPU", cpu_count=2, memory_bytes=2**34, gpus=["NVIDIA H100 80GB HBM3"], gpu_memory_bytes=2**36,
+            driver=None, os="x", python="3", torch="2", triton=None, backends={},
+        ),
+        end_to_end=rate,
+        steady_state=rate,
+        warmup_batches=2,
+        per_rank=[rate],
+        step_s=m.Quantiles(p50=0.1, p90=0.11, p99=0.12, max=0.2),
+        parts_s=m.StepParts(**parts, other=0.0005, step=0.1),
+        scoring_overhead=1.25,
+        flops=m.FlopsBlock(
+            total=6e12, per_second=6e11, mfu=0.31, attention_aware_total=8e12, attention_aware_per_second=8e11,
+            attention_aware_mfu=0.42, peak_flops=989.5e12, peak_source="a data sheet",
+        ),
+        padding=m.PaddingBlock(real_tokens=tokens * batches, padded_tokens=tokens * batches),
+        memory=m.MemoryBlock(peak_rss_bytes=2**30, peak_device_allocated_bytes=2**31, peak_device_reserved_bytes=2**32),
+        startup_s={"launch": 2.0, "imports": 1.5},
+        heldout_s=4.0,
+        series=m.ProfileSeries(
+            stride=1,
+            i=list(range(batches)),
+            step_max_s=[0.1] * batches,
+            tokens_per_s=[10.0 * tokens] * batches,
+            **{f"{name}_s": [value] * batches for name, value in parts.items()},
+        ),
+    )  # fmt: skip
 
 
 def write_run(path: Path, seeds=(1337, 2027, 4242), per_seed: dict | None = None, **figures) -> Path:

@@ -124,9 +124,26 @@ def test_unequal_tokens_are_no_fair_pair(compare):
     assert [s["criterion"] for s in report["ranking"]["steps"]] == ["validity"]
 
 
+def test_equal_flops_are_a_fair_pair_whatever_tokens_they_bought(compare):
+    spent = {"stopped_reason": "flops_budget", "spec": {"flops_budget": 1e12}}
+    report = compare({"batches": 20, "trained_bpb": 1.9, **spent}, {"batches": 30, **spent})
+    assert decided(report) == ("a", "heldout_delta") and report["validity"]["ok"]
+
+
+def test_unequal_flops_are_not(compare):
+    spent = {"stopped_reason": "flops_budget"}
+    report = compare(
+        {"batches": 20, "spec": {"flops_budget": 1e12}, **spent},
+        {"batches": 30, "spec": {"flops_budget": 2e12}, **spent},
+    )
+    assert decided(report) == (None, "validity")
+    assert report["differences_between_runs"]["flops_budget"] == {"a": 1e12, "b": 2e12}
+
+
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
+        ({"phase2_corpus_fingerprint": "other"}, "second training corpus"),
         ({"accounting": "prism-v2"}, "accounting"),
         ({"tokenizer_fingerprint": "other"}, "tokenizer"),
         ({"corpus_fingerprint": "other"}, "training corpus"),

@@ -124,6 +124,10 @@ class Backend(Protocol):
         """
         ...
 
+    def gradient_like(self, tensor: Tensor) -> Tensor:
+        """Uninitialised memory for a gradient of `tensor`: its shape, dtype, device and, if dense, strides."""
+        ...
+
     def scale_rows(self, rows: Tensor, factor: Tensor) -> None:
         """rows[i] *= factor[i], in place; rows whose factor is exactly 1 are neither read nor written."""
         ...

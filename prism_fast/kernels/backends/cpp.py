@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import prism_fast
 from prism_fast.kernels.backends import LossOptions, RowNll, RowShard
+from prism_fast.kernels.backends.recycled import empty
 from prism_fast.kernels.backends.torch import accumulation_dtype, index_error
 
 name = "cpp"
@@ -161,29 +163,43 @@ def cross_entropy_forward_backward(
 # -------------------------------------------------------------------------------------------- from hidden states
 # Two ways to never hold [N, V]. Without a gradient: all tokens by a block of classes, whose terms are merged. With one:
 # all classes by a chunk of tokens, whose logits turn into their gradient in place and feed the two other products.
+# Products of few tokens are slow, but the gradient of the head, [V, H], is idle until the first tokens are added to it:
+# it lends its memory to the logits of the first H.
 
 _FORWARD_TOKENS = 1024  # tokens by block of classes: enough for the matrix library to reach its full speed
 _BLOCK_BYTES = 8 << 20
-_CHUNK_SHARE = 20  # a chunk of tokens may hold 1/20 of [N, V]
-_CHUNK_TOKENS = (48, 512)  # at least: fewer make the products slow; at most: more make them no faster
-_HEAD_CLASSES = 1024  # classes of the head multiplied at a time, so that their logits stay in the second-level cache
+_CHUNK_SHARE = 24  # a chunk of tokens may hold 1/24 of [N, V]: with the matrix library's own buffers, below 1/20
+_CHUNK_TOKENS = (32, 512)  # at least: fewer make the products slow; at most: more make them no faster
+_TILE_CLASSES = 2048  # classes of the head multiplied at a time where the product then changes its layout
 
 
 def _chunk_tokens(tokens: int, asked: int) -> int:
     if asked > 0:
         return min(asked, tokens)
-    share = tokens // _CHUNK_SHARE // 16 * 16
+    share = tokens // _CHUNK_SHARE // 4 * 4
     return min(max(share, _CHUNK_TOKENS[0]), _CHUNK_TOKENS[1], tokens)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = hidden @ weight.T + bias."""
-    for begin in range(0, len(weight), _HEAD_CLASSES):
-        classes = slice(begin, begin + _HEAD_CLASSES)
-        if bias is None:
-            torch.mm(hidden, weight[classes].T, out=out[:, classes])
-        else:
-            torch.addmm(bias[classes], hidden, weight[classes].T, out=out[:, classes])
+    """out [N, V] = hidden @ weight.T + bias for few tokens, made as [V, N], which the matrix library does faster."""
+    tile = torch.empty(min(_TILE_CLASSES, len(weight)), len(hidden), dtype=hidden.dtype)
+    for begin in range(0, len(weight), _TILE_CLASSES):
+        classes = slice(begin, begin + _TILE_CLASSES)
+        part = tile[: len(weight[classes])]
+        _transposed_logits(hidden, weight[classes], None if bias is None else bias[classes], part)
+        _copy(part.T, out[:, classes])
+
+
+def _transposed_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [V, N] = weight @ hidden.T + bias."""
+    if bias is None:
+        torch.mm(weight, hidden.T, out=out)
+    else:
+        torch.addmm(bias[:, None], weight, hidden.T, out=out)
+
+
+def _copy(source: Tensor, sink: Tensor) -> None:
+    _core.copy_matrix(_matrix(source), _matrix(sink), _threads())
 
 
 def _terms(
@@ -267,46 +283,94 @@ class _Gradients:
     """The gradients of hidden, weight and bias, gathered chunk by chunk. Those of the head sum in float32 or wider."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], chunks: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool, bool],
+        chunk: int,
+        lend: bool,
     ) -> None:
+        """`chunk`: tokens at a time; `lend`: the head's gradient may lend its memory to the first ones."""
         self.inputs = (hidden, weight, bias)
+        self.chunk = chunk
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         accumulator = accumulation_dtype(weight.dtype)
         # A single chunk has nothing to sum: its product goes straight to the gradient.
-        self.narrow = weight.dtype != accumulator and chunks > 1
-        self.weight = None
-        if needs[1]:
-            kind = accumulator if self.narrow else weight.dtype
-            self.weight = torch.empty_like(weight, dtype=kind, memory_format=torch.contiguous_format)
-            if chunks == 0 or self.narrow:
-                self.weight.zero_()
+        self.narrow = weight.dtype != accumulator and len(hidden) > chunk
+        self.weight = empty(weight.shape, accumulator if self.narrow else weight.dtype) if needs[1] else None
         self.bias = torch.zeros(len(weight), dtype=accumulator) if needs[2] else None
         self.empty = True
+        self.lent: Tensor | None = None
+        if lend and self.weight is not None and len(hidden) > chunk:
+            memory = self.weight.view(hidden.dtype)
+            self.lent = memory[:, : min(len(hidden), memory.shape[1])]
 
-    def add(self, rows: slice, grad: Tensor) -> None:
-        """Takes the gradient of one chunk's logits."""
-        hidden, weight, _ = self.inputs
+    def make(
+        self, differentiate: Callable[[slice, Tensor], None]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """`differentiate(rows, logits)` turns the logits [n, V] of the tokens `rows` into their gradient, in place."""
+        hidden, weight, bias = self.inputs
+        buffer = torch.empty(self.chunk, len(weight), dtype=hidden.dtype)
+        first = 0
+        if self.lent is not None:
+            first = self.lent.shape[1]
+            _transposed_logits(hidden[:first], weight, bias, self.lent)
+            for begin in range(0, first, self.chunk):
+                rows = slice(begin, min(begin + self.chunk, first))
+                lent, logits = self.lent[:, rows].T, buffer[: rows.stop - begin]
+                _copy(lent, logits)
+                differentiate(rows, logits)
+                _copy(logits, lent)
+            self._add(slice(0, first), self.lent.T, buffer)
+        for begin in range(first, len(hidden), max(self.chunk, 1)):
+            rows = slice(begin, min(begin + self.chunk, len(hidden)))
+            logits = buffer[: rows.stop - begin]
+            _logits(hidden[rows], weight, bias, logits)
+            differentiate(rows, logits)
+            self._add(rows, logits, None)
+        if self.weight is not None and self.empty:
+            self.weight.zero_()
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+    def _add(self, rows: slice, grad: Tensor, spare: Tensor | None) -> None:
+        """Takes the gradient [n, V] of some tokens' logits; with `spare` memory if it lies where the head's will."""
+        _, weight, _ = self.inputs
         if self.hidden is not None:
             torch.mm(grad, weight, out=self.hidden[rows])
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
         if self.weight is None:
             return
-        if self.narrow:
-            for begin in range(0, len(weight), _HEAD_CLASSES):
-                classes = slice(begin, begin + _HEAD_CLASSES)
-                self.weight[classes] += grad[:, classes].T @ hidden[rows]
+        if spare is not None:
+            step = max(spare.numel() // len(grad), 1)
+            for begin in range(0, len(weight), step):
+                classes = slice(begin, begin + step)
+                lent = grad[:, classes].T
+                part = spare.view(-1)[: lent.numel()].view(lent.shape).copy_(lent)
+                self._product(classes, part, rows)
+        elif self.narrow:
+            for begin in range(0, len(weight), _TILE_CLASSES):
+                classes = slice(begin, begin + _TILE_CLASSES)
+                self._product(classes, grad[:, classes].T, rows)
         else:
-            torch.addmm(self.weight, grad.T, hidden[rows], beta=0.0 if self.empty else 1.0, out=self.weight)
+            self._product(slice(None), grad.T, rows)
         self.empty = False
 
-    def done(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        _, weight, bias = self.inputs
-        return (
-            self.hidden,
-            None if self.weight is None else self.weight.to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
-        )
+    def _product(self, classes: slice, grad: Tensor, rows: slice) -> None:
+        """Adds `grad` [classes, n] @ hidden [n, H] to the gradient of the head, or begins it."""
+        assert self.weight is not None
+        hidden, out = self.inputs[0][rows], self.weight[classes]
+        if not self.narrow:
+            torch.addmm(out, grad, hidden, beta=0.0 if self.empty else 1.0, out=out)
+        elif self.empty:
+            out.copy_(grad @ hidden)
+        else:
+            out += grad @ hidden
 
 
 def linear_cross_entropy_backward(
@@ -320,17 +384,11 @@ def linear_cross_entropy_backward(
     chunk_tokens: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    tokens = len(hidden)
-    chunk = _chunk_tokens(tokens, chunk_tokens)
-    gradients = _Gradients(hidden, weight, bias, needs, -(-tokens // chunk) if chunk else 0)
-    buffer = torch.empty(chunk, len(weight), dtype=hidden.dtype)
-    for first in range(0, tokens, max(chunk, 1)):
-        rows = slice(first, first + chunk)
-        logits = buffer[: len(hidden[rows])]
-        _logits(hidden[rows], weight, bias, logits)
+    def differentiate(rows: slice, logits: Tensor) -> None:
         cross_entropy_backward(logits, target[rows], lse[rows], grad_loss[rows], options, logits)
-        gradients.add(rows, logits)
-    return gradients.done()
+
+    chunk = _chunk_tokens(len(hidden), chunk_tokens)
+    return _Gradients(hidden, weight, bias, needs, chunk, lend=chunk_tokens == 0).make(differentiate)
 
 
 def linear_cross_entropy_forward_backward(
@@ -343,18 +401,19 @@ def linear_cross_entropy_forward_backward(
     chunk_tokens: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    tokens = len(hidden)
-    chunk = _chunk_tokens(tokens, chunk_tokens)
-    gradients = _Gradients(hidden, weight, bias, needs, -(-tokens // chunk) if chunk else 0)
-    loss, lse, faults = _loss_buffers(tokens, hidden.dtype)
-    buffer = torch.empty(chunk, len(weight), dtype=hidden.dtype)
-    for first in range(0, tokens, max(chunk, 1)):
-        rows = slice(first, first + chunk)
-        logits = buffer[: len(hidden[rows])]
-        _logits(hidden[rows], weight, bias, logits)
-        _forward(logits, target[rows], options, logits, grad_loss[rows], (loss[rows], lse[rows], faults), first)
-        gradients.add(rows, logits)
-    return loss, lse, faults, *gradients.done()
+    loss, lse, faults = _loss_buffers(len(hidden), hidden.dtype)
+
+    def differentiate(rows: slice, logits: Tensor) -> None:
+        out = (loss[rows], lse[rows], faults)
+        _forward(logits, target[rows], options, logits, grad_loss[rows], out, rows.start)
+
+    chunk = _chunk_tokens(len(hidden), chunk_tokens)
+    grads = _Gradients(hidden, weight, bias, needs, chunk, lend=chunk_tokens == 0).make(differentiate)
+    return loss, lse, faults, *grads
+
+
+def gradient_like(tensor: Tensor) -> Tensor:
+    return empty(tensor.shape, tensor.dtype) if tensor.is_contiguous() else torch.empty_like(tensor)
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:

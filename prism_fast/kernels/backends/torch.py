@@ -226,6 +226,10 @@ def linear_cross_entropy_forward_backward(
     return *forward, *grads
 
 
+def gradient_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
     rows.mul_(factor[:, None])
 

@@ -29,6 +29,7 @@ _MODULES = {
         "cross_entropy_forward",
         "cross_entropy_backward",
         "cross_entropy_forward_backward",
+        "gradient_like",
         "scale_rows",
         "sum_rows",
         "batch_code_length",

@@ -340,6 +340,10 @@ def cross_entropy_forward_backward(
     return scores.loss, scores.lse, scores.faults
 
 
+def gradient_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
     n, columns = rows.shape
     if n == 0:

@@ -1,0 +1,82 @@
+"""What scoring costs: the step of a scored run over the step of the bare training loop.
+
+    python -m benchmarks.overhead [--quick] [--json]
+
+The example decoder and one of about 30 million parameters, vocabularies of 4,096 and 50,304, 128 and 512 tokens a row.
+strict: an open run, which predicts every batch before it is trained on; sealed: the same by evaluators in sandboxes,
+with probes. The modes take turns, each run a process of its own, steady-state steps only. The peer is the bare loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import machine, save
+from prism_fast.profiling.overhead import measure_overhead
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
+MODELS = {"example": (64, 2, 4), "30M": (384, 6, 6)}  # width, layers, heads
+VOCABULARIES = {4096: "bytes", 50304: "gpt2"}  # heads may be wider than the tokenizer's ids, never narrower
+MODES = {"bare": "bare", "open": "strict", "sealed": "sealed"}
+
+
+def write_decoder(folder: Path, model: str, vocab: int) -> Path:
+    """The example decoder with another size and head."""
+    architecture = (EXAMPLE / "architecture.py").read_text()
+    training = (EXAMPLE / "training.py").read_text()
+    sized = architecture.replace(
+        "WIDTH, LAYERS, HEADS = 64, 2, 4", "WIDTH, LAYERS, HEADS = {}, {}, {}".format(*MODELS[model])
+    )
+    bundle = folder / f"{model}-{vocab}"
+    bundle.mkdir()
+    (bundle / "architecture.py").write_text(sized.replace("Decoder(ctx.vocab_size,", f"Decoder({vocab},"))
+    (bundle / "training.py").write_text(training.replace('"gpt2"', f'"{VOCABULARIES[vocab]}"'))
+    return bundle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the example decoder at 128 tokens, once")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
+    arguments = parser.parse_args()
+    models = ("example",) if arguments.quick else tuple(MODELS)
+    widths = (128,) if arguments.quick else (128, 512)
+    rows: list[dict[str, Any]] = []
+    if not arguments.json:
+        print(machine(), f"torch {torch.__version__}")
+        print(f"{'model':<9}{'vocab':>7}{'seq':>5}  {'mode':<7}{'tokens/s':>10}{'ratio':>7}")
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in models:
+            for vocab, tokenizer in VOCABULARIES.items():
+                bundle = write_decoder(Path(scratch), model, vocab)
+                for seq in widths:
+                    found = measure_overhead(
+                        bundle,
+                        seq_len=seq,
+                        tokenizer=tokenizer,
+                        steps=12 if arguments.quick else 20,
+                        repeats=1 if arguments.quick else 3,
+                    )
+                    for row in found["rows"]:
+                        row |= {"mode": MODES[row["mode"]], "model": model, "vocab": vocab}
+                        rows.append(row)
+                        if not arguments.json:
+                            print(
+                                f"{model:<9}{vocab:>7}{seq:>5}  {row['mode']:<7}"
+                                f"{row['tokens_per_s']:>10.0f}{row['ratio']:>7.2f}",
+                                flush=True,
+                            )
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+    elif not arguments.quick:
+        save("overhead", {"torch": torch.__version__}, rows)
+
+
+if __name__ == "__main__":
+    main()

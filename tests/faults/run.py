@@ -1,0 +1,236 @@
+"""Breaks runs at random: `python -m tests.faults.run --injections 200 --out benchmarks/results/faults.json`.
+
+Each injection scores a small bundle and, at a random moment, sends a signal to a random process of the run, or gives it
+a disk that fills up, or cuts a file of its corpus short. Whatever happens, the command must end within the limit after
+the fault, leave no process behind, end with a documented exit code, and leave a run directory that says the truth: a
+manifest that verifies after exit code 0, nothing that looks complete after any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prism_fast.protocol import constants as c
+from tests.harness.conftest import score_command, write_bundle
+
+KINDS = ("signal", "full disk", "cut data")
+EXIT_CODES = {0, 2, 3, 4, 5, 7, 8}
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGBUS")
+COMPLETE = (c.RUN_MANIFEST_FILE, c.TRAIN_SERIES_FILE)
+
+
+class Broken(AssertionError):
+    """A run that did not end as it must."""
+
+
+@dataclass
+class Injection:
+    """One fault and how the run took it. Times in seconds."""
+
+    number: int
+    kind: str
+    what: str
+    seal: str
+    after_s: float = 0.0
+    ended_s: float = 0.0
+    exit_code: int | None = None
+    status: str = ""
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Living processes below `root`: pid -> command line (or name, of one that hides it)."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    names = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")
+            state, parent = fields[2].split()[:2]
+            if state != "Z":
+                pid = int(entry.name)
+                children[int(parent)].append(pid)
+                names[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    found, queue = {}, [root]
+    while queue:
+        for pid in children[queue.pop()]:
+            found[pid] = names[pid]
+            queue.append(pid)
+    return found
+
+
+def role(command: str) -> str:
+    for word in ("bwrap", "harness.torchrun", "harness.runner", "harness.evaluator"):
+        if word in command:
+            return word.removeprefix("harness.")
+    return "other"
+
+
+@contextlib.contextmanager
+def small_disk(where: Path, size: int):
+    """Mounts a tmpfs of `size` bytes at `where`; PermissionError where this user cannot."""
+    where.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], capture_output=True)
+    if done.returncode:
+        raise PermissionError(done.stderr.decode())
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def inject(injection: Injection, source: random.Random, folder: Path, cache: Path, limit: float) -> None:
+    """Runs one fault in `folder`, filling `injection` in; Broken if the run did not end as it must."""
+    out = folder / "run"
+    bundle = write_bundle(folder / "bundle")
+    options = [f"--seal={injection.seal}", "--step-budget=12", "--val-byte-budget=1500"]
+    with contextlib.ExitStack() as cleanup:
+        if injection.kind == "full disk":
+            size = source.choice((4096, 16384, 65536, 262144, 1 << 20, 4 << 20))
+            cleanup.enter_context(small_disk(out, size))
+            injection.what = f"{size:,} bytes"
+        if injection.kind == "cut data":
+            corpus = folder / "corpus"
+            shutil.copytree(cache, corpus)
+            options += ["--cache-dir", str(corpus)]
+        process = subprocess.Popen(
+            score_command(bundle, out, cache, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        family: dict[int, str] = {}
+        try:
+            broken_at = time.monotonic()
+            injection.after_s = source.uniform(0.0, 12.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(injection.after_s)
+            family |= descendants(process.pid)
+            if injection.kind == "signal":
+                victims = sorted({process.pid: "referee", **family}.items())
+                pid, command = source.choice(victims)
+                name = source.choice(SIGNALS)
+                injection.what = f"{name} to {'referee' if pid == process.pid else role(command)}"
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, getattr(signal, name))
+                broken_at = time.monotonic()
+            elif injection.kind == "cut data":
+                victim = source.choice(sorted(p for p in corpus.rglob("*") if p.is_file()))
+                length = source.randrange(max(victim.stat().st_size, 1))
+                os.truncate(victim, length)
+                injection.what = f"{victim.name} cut to {length:,} bytes"
+                broken_at = time.monotonic()
+            watch(process, family, injection, limit)
+            injection.ended_s = time.monotonic() - broken_at
+            check(process, family, out, injection, limit)
+        finally:
+            for pid in (process.pid, *descendants(process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate()
+
+
+def watch(process: subprocess.Popen, family: dict[int, str], injection: Injection, limit: float) -> None:
+    """Waits for the run's end, noting processes that it starts meanwhile. A full disk may come late in a sound run."""
+    outputs: list[str] = []
+    reader = threading.Thread(target=lambda: outputs.extend(process.communicate()), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + (10 * limit if injection.kind == "full disk" else limit)
+    while reader.is_alive():
+        family |= descendants(process.pid)
+        if time.monotonic() > deadline:
+            raise Broken(f"still running {limit:g} s after the fault: {[role(x) for x in family.values()]}")
+        reader.join(0.05)
+    if "Traceback" in outputs[1]:
+        raise Broken(f"a traceback instead of a sentence: {outputs[1][-1500:]}")
+
+
+def check(process: subprocess.Popen, family: dict[int, str], out: Path, injection: Injection, limit: float) -> None:
+    injection.exit_code = process.returncode
+    deadline = time.monotonic() + limit
+    while left := {pid: name for pid, name in family.items() if name and alive(pid, name)}:
+        if time.monotonic() > deadline:
+            raise Broken(f"left behind: {left}")
+        time.sleep(0.05)
+    killed = process.returncode < 0 and injection.kind in ("signal", "cut data")
+    if process.returncode not in EXIT_CODES and not killed:
+        raise Broken(f"undocumented exit code {process.returncode}")
+    seed_dir = out / f"seed-{c.DEFAULT_SEED}"
+    with contextlib.suppress(OSError, ValueError):
+        injection.status = json.loads((seed_dir / c.RUN_STATUS_FILE).read_text())["status"]
+    if process.returncode == 0:
+        command = [sys.executable, "-m", "prism_fast.cli.main", "verify", str(seed_dir)]
+        verified = subprocess.run(command, capture_output=True, text=True)
+        if verified.returncode:
+            raise Broken(f"exit code 0, but verify says {verified.stdout[-500:]}{verified.stderr[-500:]}")
+    elif complete := [name for name in COMPLETE if (seed_dir / name).exists()]:
+        raise Broken(f"exit code {process.returncode}, but there is {complete}")
+    elif injection.status == "scored":
+        raise Broken(f"exit code {process.returncode}, but the status is scored")
+
+
+def alive(pid: int, command: str) -> bool:
+    try:
+        found = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return found == command and ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def run(injections: int, seed: int, limit: float = 30.0, kinds: tuple[str, ...] = KINDS) -> list[Injection]:
+    """Makes `injections` faults, of `kinds` in turn; Broken, naming the fault, at the first run that ends wrongly."""
+    done = []
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = Path(scratch) / "cache"
+        subprocess.run(
+            [sys.executable, "-m", "prism_fast.cli.main", "score", str(write_bundle(Path(scratch) / "first")),
+             "--data=sample", f"--out={scratch}/first-run", f"--cache-dir={cache}", "--seq-len=64", "--step-budget=2",
+             "--val-byte-budget=1500", "--seal=open"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        for number in range(injections):
+            source = random.Random(f"{seed}-{number}")
+            kind = kinds[number % len(kinds)]
+            injection = Injection(number, kind, "", source.choice(("sealed", "sealed", "open")))
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
+            try:
+                inject(injection, source, folder, cache, limit)
+            except Broken as error:
+                raise Broken(f"{injection}: {error}") from None
+            how = f"exit {injection.exit_code}, {injection.status or 'no status'}, {injection.ended_s:.1f} s"
+            print(f"{number:>4}  {kind:<10}{injection.what:<44} at {injection.after_s:5.1f} s: {how}", flush=True)
+            done.append(injection)
+            shutil.rmtree(folder)
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--injections", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds that a run may take to end after its fault")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    done = run(arguments.injections, arguments.seed, arguments.limit)
+    ends = collections.Counter((i.kind, i.exit_code, i.status) for i in done)
+    for (kind, code, status), count in sorted(ends.items(), key=str):
+        print(f"{kind:<10} exit {code}, {status or 'no status'}: {count}")
+    print(f"{len(done)} faults, every run ended as it must; slowest end {max(i.ended_s for i in done):.1f} s")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"faults": [asdict(i) for i in done]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
