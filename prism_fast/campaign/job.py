@@ -27,6 +27,7 @@ from prism_fast.protocol.errors import (
 WORK_DIR = "work"
 ID_FILE = ".campaign.id"
 LOG_FILE = "score.log"
+KNOBS = "PRISM_"
 # What a run may end with that says something about the bundle: it would again. The rest is the machine's.
 VERDICTS = (EXIT_SCORED, EXIT_BUNDLE_REJECTED, EXIT_BUNDLE_FAILED, EXIT_WATCHDOG, EXIT_ARTIFACTS_QUOTA)
 
@@ -42,6 +43,7 @@ class Job:
     campaign_id: str
     engine_version: str
     options: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -84,8 +86,10 @@ def run_job(job: Job) -> Outcome:
         command = [sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle)]
         command += [f"--out={job.work}", f"--seeds={job.seed}", *job.options]
         with open(log, "wb") as stream:
-            # Ray sets the threads of its workers; those of a run are part of its spec.
-            environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+            # Ray sets the threads of its workers; those of a run are part of its spec. The knobs that `score` reads
+            # from the environment are the campaign's, not those of whichever node.
+            environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith(KNOBS)}
+            environment.update(job.environment)
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def campaign(
             out,
             options,
             lambda: RayPool(address, cpus, gpus),
+            environment=os.environ,
             retries=retries,
             watcher=terminal,
         )
