@@ -83,8 +83,7 @@ def run_job(job: Job) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="prism-campaign-") as folder:
         bundle = Path(folder) / job.bundle.name
         job.bundle.write_to(bundle)
-        command = [sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle)]
-        command += [f"--out={job.work}", f"--seeds={job.seed}", *job.options]
+        command = score_command(job, bundle)
         with open(log, "wb") as stream:
             # Ray sets the threads of its workers; those of a run are part of its spec. The knobs that `score` reads
             # from the environment are the campaign's, not those of whichever node.
@@ -99,6 +98,15 @@ def run_job(job: Job) -> Outcome:
                 preexec_fn=die_with_parent,
             )
     return Outcome(done.returncode, _sentence(log), node, monotonic() - began)
+
+
+def score_command(job: Job, bundle: Path) -> list[str]:
+    """The command line of `job`. A pin holds all its seeds, whichever is scored; without one, a run's are its own."""
+    pinned = any(option.startswith("--seeds=") for option in job.options)
+    seed = f"--only-seeds={job.seed}" if pinned else f"--seeds={job.seed}"
+    return [
+        sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle), f"--out={job.work}", seed, *job.options
+    ]  # fmt: skip
 
 
 def _check_node(job: Job, node: str) -> None:

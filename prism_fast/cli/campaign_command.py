@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OURS = {
     "--out",
     "--seeds",
+    "--only-seeds",
     "--resume",
     "--json",
     "--log-format",
@@ -69,7 +70,7 @@ def campaign(
 
     options = [f"--data={_place(data)}"]
     options += [f"--val={_place(val)}"] if val else []
-    options += [f"--pin={pin}"] if pin else []
+    options += [f"--pin={pin}", f"--seeds={seeds}"] if pin else []
     options += [f"--cache-dir={cache_dir.absolute()}"] if cache_dir else []
     # Threads move the last bits of matrix products, so they are the campaign's and not each machine's.
     options += [f"--torch-threads={cpus}", f"--scorer-threads={cpus}", f"--device={'cuda' if gpus else 'cpu'}"]
