@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test exploits lint bench fuzz docs format clean install
+.PHONY: demo test exploits lint bench faults fuzz docs format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 20480
@@ -18,6 +18,10 @@ exploits: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# 200 random faults against whole runs; about an hour.
+faults: install
+	$(BIN)/python -m tests.faults.run --injections 200 --out benchmarks/results/faults.json
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --out benchmarks/results/fuzz.json

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-# padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows; overhead:
-# what scoring costs.
+# padding, planner, packer, reader, bucketed_loader: the data plane; losses: the CPU rows; overhead: what scoring costs.
 NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader", "transformers_patch", "overhead")
 
 
