@@ -204,13 +204,13 @@ def _of_time(manifest: RunManifest, estimate: Estimate, pin: ProtocolPin) -> lis
 
 
 def _traceback(log: Path, limit: int = 4000) -> str:
-    """What the bundle printed last, from its first traceback on."""
+    """The traceback that the bundle's log ends with, or nothing."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
         return ""
     at = text.find("Traceback")
-    return (text[at:] if at >= 0 else text)[-limit:].strip()
+    return text[at:][-limit:].strip() if at >= 0 else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ estimate
