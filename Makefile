@@ -13,8 +13,10 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exploit"
 
+# Every trick; `make exploits EVERY=8` takes each eighth.
+EVERY ?= 1
 exploits: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests/exploits
+	PRISM_EXPLOITS_EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests
 
 bench: install
 	$(BIN)/python -m benchmarks

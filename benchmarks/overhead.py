@@ -4,7 +4,7 @@
 
 The example decoder and one of about 30 million parameters, vocabularies of 4,096 and 50,304, 128 and 512 tokens a row.
 strict: an open run, which predicts every batch before it is trained on; sealed: the same by evaluators in sandboxes,
-with probes. The modes take turns, each run a process of its own, steady-state steps only. The peer is the bare loop.
+with probes; fused: an open run that takes the loss of the bundle's own forward. The modes take turns, each run a process of its own, steady-state steps only. The peer is the bare loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prism_fast.profiling.overhead import measure_overhead
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
 MODELS = {"example": (64, 2, 4), "30M": (384, 6, 6)}  # width, layers, heads
 VOCABULARIES = {4096: "bytes", 50304: "gpt2"}  # heads may be wider than the tokenizer's ids, never narrower
-MODES = {"bare": "bare", "open": "strict", "sealed": "sealed"}
+MODES = {"bare": "bare", "open": "strict", "sealed": "sealed", "fused": "fused"}
 
 
 def write_decoder(folder: Path, model: str, vocab: int) -> Path:
@@ -60,6 +60,7 @@ def main() -> None:
                         bundle,
                         seq_len=seq,
                         tokenizer=tokenizer,
+                        modes=tuple(MODES),
                         steps=12 if arguments.quick else 20,
                         repeats=1 if arguments.quick else 3,
                     )

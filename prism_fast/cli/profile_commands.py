@@ -159,7 +159,7 @@ def overhead(
     seq_len: Annotated[int, typer.Option(help="Tokens a row.")] = c.DEFAULT_SEQUENCE_LENGTH,
     steps: Annotated[int, typer.Option(help="Steps a run.")] = 20,
     repeats: Annotated[int, typer.Option(help="Runs of each mode, in turn.")] = 3,
-    modes: Annotated[str, typer.Option(help="Of bare, open and sealed, with commas between.")] = "bare,open,sealed",
+    modes: Annotated[str, typer.Option(help="Of bare, open, sealed and fused, with commas between.")] = "bare,open,sealed",
     data: Data = "sample",
     tokenizer: Tokenizer = "gpt2",
     device: DeviceOption = "auto",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,21 @@ from prism_fast.harness import wire
 from prism_fast.harness.deferred import DeferredReads
 from prism_fast.harness.instrument import Handed, Request
 from prism_fast.harness.ledger import pack_record
-from prism_fast.harness.predictor import InProcessPredictor
+from prism_fast.harness.predictor import InProcessPredictor, Prediction
 from prism_fast.kernels import backend_for
 from prism_fast.profiling.step_timer import Clock
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.budgets import budget_reached
 from prism_fast.protocol.run_spec import RunSpec
+
+
+class Batch(NamedTuple):
+    """Batch `index` of this rank: tokens and targets int64 [B, L] on the model's device, and whose text they are."""
+
+    index: int
+    tokens: Tensor
+    targets: Tensor
+    documents: Any
 
 
 class OpenSource:
@@ -65,21 +74,25 @@ class OpenSource:
         if block is None:
             return c.STOP_DATA_EXHAUSTED
         tokens, targets = self._to_device(block.tokens), self._to_device(block.targets)
+        batch = Batch(index, tokens, targets, block.documents)
         read = self._clock.mark()
-        prediction = self._predictor.predict(tokens, targets)
+        prediction = self._predict(batch)
         predicted = self._clock.mark()
-        if index == 0:
-            self._describe()
-        self._record(index, block, prediction.sums)
+        if prediction is not None:
+            self._record(batch, prediction.sums)
         self._tokens_seen += tokens.numel() * self.spec.world_size
         between = self._clock.between
         return Handed(
             tokens,
             between(began, read),
-            prediction.forward_s,
-            prediction.scoring_s,
+            prediction.forward_s if prediction else 0.0,
+            prediction.scoring_s if prediction else 0.0,
             between(predicted, self._clock.mark()),
         )
+
+    def _predict(self, batch: Batch) -> Prediction | None:
+        """The batch's code length, or None where it comes later."""
+        return self._predictor.predict(batch.tokens, batch.targets)
 
     def finish(self) -> None:
         self._reads.poll(wait=True)
@@ -120,10 +133,13 @@ class OpenSource:
             },
         )
 
-    def _record(self, index: int, block: Any, sums: Tensor) -> None:
-        (rows, width), documents = block.tokens.shape, block.documents
+    def _record(self, batch: Batch, sums: Tensor) -> None:
+        if batch.index == 0:
+            self._describe()
+        rows, width = batch.tokens.shape
 
         def send(v: list[float]) -> None:
-            self.channel.send(wire.PREDICTED, pack_record(index, v, rows * width, documents, self.rank, rows))
+            record = pack_record(batch.index, v, rows * width, batch.documents, self.rank, rows)
+            self.channel.send(wire.PREDICTED, record)
 
         self._reads.read(sums, send)

@@ -153,8 +153,14 @@ class InProcessPredictor:
                 + " ".join(str(e).split())[:500],
                 rule=c.RULE_RUNTIME_ERROR,
             ) from e
-        logits = logits_of(output, tokens.shape[0], tokens.shape[1], self._n_vocab)
         predicted = self._clock.mark()
+        sums = self.code_length(output, targets)
+        between = self._clock.between
+        return Prediction(sums, between(began, predicted), between(predicted, self._clock.mark()))
+
+    def code_length(self, output: Any, targets: Tensor) -> Tensor:
+        """`kernels.batch_code_length` of a model's output, which is checked."""
+        logits = logits_of(output, targets.shape[0], targets.shape[1], self._n_vocab)
         if self.head_width is None:
             self.head_width = logits.shape[2]
             self.model_params = check_parameter_cap(self._model, self._cap, self._stage)
@@ -166,8 +172,5 @@ class InProcessPredictor:
         with torch.no_grad():
             nll = token_nll(logits, targets)
             assert isinstance(nll, Tensor)
-            sums = batch_code_length(
-                nll, targets, self._token_bytes, c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
-            )
-        between = self._clock.between
-        return Prediction(sums, between(began, predicted), between(predicted, self._clock.mark()))
+            fault_nats = c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
+            return batch_code_length(nll, targets, self._token_bytes, fault_nats)

@@ -167,10 +167,10 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
     check_single_node(request.nproc)
     if request.pin is not None and not (guard := scale_pin_public_ok(request.pin)).ok:
         reporter.warn(f"provisional, no public claim can be made of it: {', '.join(guard.reasons)}")
-    if request.capture != "strict":
+    if request.capture == "fused" and (request.seal != "open" or request.accounting != "exact"):
         raise UsageError(
-            f"--capture {request.capture} is not built into this version ({prism_fast.__version__}); "
-            "use --capture strict"
+            f"--capture fused takes the loss of the bundle's own forward, which --seal {request.seal} --accounting "
+            f"{request.accounting} does not see; use --seal open --accounting exact, or --capture strict"
         )
     if request.accounting != "exact":
         if request.seal != "open" or request.nproc != 1:

@@ -106,7 +106,10 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         )
     else:
         split = job.get("train_shards") or open_corpus(job["corpus_dir"]).split("train")
-        source = OpenSource(
+        kind = OpenSource
+        if spec.capture == "fused":
+            from prism_fast.harness.fused_source import FusedSource as kind  # type: ignore[assignment]
+        source = kind(
             spec,
             channel,
             make_stream=lambda seq_len, batch_size, basis: TokenStream(

@@ -17,7 +17,7 @@ from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault
 from prism_fast.protocol.manifest import ThroughputProfile
 
 SCHEMA = "prism_profile_overhead.v1"
-MODES = ("bare", "open", "sealed")
+MODES = ("bare", "open", "sealed", "fused")
 WARMUP_STEPS = 3
 
 
@@ -27,7 +27,7 @@ def measure_overhead(
     seq_len: int = c.DEFAULT_SEQUENCE_LENGTH,
     steps: int = 20,
     repeats: int = 3,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] = MODES[:3],
     data: str = "sample",
     tokenizer: str = "gpt2",
     device: str = "auto",
@@ -37,7 +37,7 @@ def measure_overhead(
     """-> {"rows": [...], "counters": {...}, ...}: one row a mode, in the order of `modes`.
 
     bare: `train(ctx)` with nothing watching but a clock a step; open, sealed: `prism-fast score --seal MODE` in strict
-    capture. Row keys: mode, vocab (the head's width; null before a scored mode has shown it), seq (tokens a row),
+    capture; fused: open with `--capture fused`, which a bundle must allow (dropout does not). Row keys: mode, vocab (the head's width; null before a scored mode has shown it), seq (tokens a row),
     batch (rows), params, tokens_per_s (steady state, median of the repeats), ratio (bare tokens/s over this mode's:
     1.0 is free), tokens_per_s_all (each repeat's). The modes take turns, so that a slow minute hits all of them.
 
@@ -118,7 +118,7 @@ def _steady_rate(profile: ThroughputProfile) -> float:
     return rate
 
 
-def _scored(job: BundleJob, seal: str) -> tuple[ThroughputProfile, dict[str, Any]]:
+def _scored(job: BundleJob, mode: str) -> tuple[ThroughputProfile, dict[str, Any]]:
     """The throughput profile of one `prism-fast score`, and what its manifest says of the model."""
     import orjson
 
@@ -127,7 +127,8 @@ def _scored(job: BundleJob, seal: str) -> tuple[ThroughputProfile, dict[str, Any
         command = [
             sys.executable, "-m", "prism_fast.cli.main", "score", str(job.bundle),
             f"--data={job.data}", f"--out={out}", f"--tokenizer={job.tokenizer}", f"--seq-len={max(job.widths)}",
-            f"--step-budget={job.steps}", "--token-budget=0", "--val-byte-budget=1000", f"--seal={seal}",
+            f"--step-budget={job.steps}", "--token-budget=0", "--val-byte-budget=1000",
+            *(("--seal=open", "--capture=fused") if mode == "fused" else (f"--seal={mode}",)),
             f"--device={job.device}", f"--seeds={job.seed}",
         ]  # fmt: skip
         command += [f"--torch-threads={job.torch_threads}"] if job.torch_threads else []
@@ -136,7 +137,7 @@ def _scored(job: BundleJob, seal: str) -> tuple[ThroughputProfile, dict[str, Any
         if done.returncode:
             kind = {3: BundleRejected, 4: BundleFailed, 2: UsageError}.get(done.returncode, EngineFault)
             said = done.stderr.strip().splitlines()
-            raise kind(f"scoring the bundle in {seal} mode failed: {said[-1] if said else done.returncode}")
+            raise kind(f"scoring the bundle in {mode} mode failed: {said[-1] if said else done.returncode}")
         run = out / f"seed-{job.seed}"
         profile = ThroughputProfile.model_validate_json((run / c.THROUGHPUT_PROFILE_FILE).read_bytes())
         manifest = orjson.loads((run / c.RUN_MANIFEST_FILE).read_bytes())

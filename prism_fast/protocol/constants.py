@@ -75,6 +75,8 @@ SECONDARY_SCALE = 1e-3
 SECONDARY_CEILING = 0.5 * 5e-3
 PRIMARY_BASE = 100.0
 COMPARE_EPSILON_BPB = 5e-3  # of the held-out delta and of the prequential bpb: smaller differences do not decide
+FUSED_AUDIT_SHARE = 1 / 32  # of the batches, chosen in secret, are predicted strictly too
+FUSED_TOLERANCE = 1e-6  # relative, of a batch's code length
 FAULT_CODE_LENGTH_FACTOR = 2.0  # a faulty target is charged 2 ln V nats
 
 # Series
@@ -104,6 +106,7 @@ RULE_DEGENERATE = "prism:degenerate"
 RULE_FORCED_INIT = "prism:forced-init"
 RULE_NONCAUSAL = "prism:noncausal"
 RULE_NONDETERMINISTIC = "prism:nondeterministic"
+RULE_CAPTURE = "prism:capture"
 RULE_DISTRIBUTED_CONTRACT = "prism:distributed-contract"
 RULE_RANK0_GUARD = "prism:distributed-rank0-guard"
 RULES = frozenset(value for name, value in list(globals().items()) if name.startswith("RULE_"))

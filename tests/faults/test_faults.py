@@ -1,0 +1,13 @@
+"""A short run of the fault injections; `make faults` is the long one. Goes with the exploits, since it takes as long."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.run import KINDS, run
+
+
+@pytest.mark.exploit
+def test_whatever_breaks_a_run_ends_and_says_so():
+    done = run(4, seed=20260824, limit=90.0)
+    assert {injection.kind for injection in done} == set(KINDS)
