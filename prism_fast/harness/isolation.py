@@ -82,6 +82,9 @@ def resolve_isolation(requested: str) -> str:
     return "none"
 
 
+READ_ONLY_ROOT = ("--remount-ro", "/")  # last: mount points are made in it until then
+
+
 @dataclass(frozen=True)
 class Sandbox:
     """Wraps a command for a role. `kind`: bwrap or none. `hidden`: paths masked though their parent is visible."""
@@ -98,6 +101,7 @@ class Sandbox:
             *_bind("--ro-bind", bundle_dir),
             *_bind("--ro-bind", channel_dir),
             *_bind("--bind", artifacts_dir),
+            *READ_ONLY_ROOT,
             "--chdir",
             str(artifacts_dir),
             "--",
@@ -108,7 +112,7 @@ class Sandbox:
         """Sees architecture.py and an inherited socket; writes nowhere but a private /tmp."""
         if self.kind == "none":
             return command
-        return [*self._base(), *_bind("--ro-bind", bundle_dir), "--chdir", "/tmp", "--", *command]
+        return [*self._base(), *_bind("--ro-bind", bundle_dir), *READ_ONLY_ROOT, "--chdir", "/tmp", "--", *command]
 
     def _base(self) -> list[str]:
         bwrap = shutil.which("bwrap")
