@@ -108,7 +108,11 @@ def _type(field: dict[str, Any]) -> str:
 
 def measured(arguments: str) -> str:
     name, *columns = arguments.split()
-    document = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not file.is_file():
+        log.warning("benchmarks/results/%s.json is not there; run python -m benchmarks %s", name, name)
+        return ""
+    document = json.loads(file.read_text())
     wanted = [column.partition(":") for column in columns]
     rows = [row for row in document["rows"] if all(row.get(key) is not None for key, _, _ in wanted)]
     if not rows:

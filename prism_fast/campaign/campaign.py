@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import prism_fast
-from prism_fast.campaign.job import ID_FILE, LOG_FILE, WORK_DIR, Job, Outcome
+from prism_fast.campaign.job import ID_FILE, KNOBS, LOG_FILE, WORK_DIR, Job, Outcome
 from prism_fast.campaign.pool import Pool
 from prism_fast.campaign.store import Store
 from prism_fast.harness.bundle import SCRIPTS, Bundle, load_bundle
@@ -94,12 +94,14 @@ def run_campaign(
     options: Sequence[str],
     pool: Callable[[], AbstractContextManager[Pool]],
     *,
+    environment: Mapping[str, str] | None = None,
     retries: int = 2,
     watcher: Watcher | None = None,
 ) -> int:
     """Brings every (bundle, seed) to a verdict, in `folder`; -> the campaign's exit code.
 
-    `options`: arguments of `prism-fast score`, the same for all. A run that has its verdict from an earlier call is
+    `options`: arguments of `prism-fast score`, the same for all, as are the `PRISM_` variables of `environment`; the
+    nodes' own are not read. A run that has its verdict from an earlier call is
     not run again. `retries`: further attempts after a machine's fault, in this call. `pool` is not opened when there
     is nothing to run.
 
@@ -108,8 +110,9 @@ def run_campaign(
     """
     watcher = watcher or SilentWatcher()
     folder = folder.absolute()
-    with Store(folder, options) as store:
-        campaign = _Campaign(store, submissions, tuple(options), retries, watcher)
+    knobs = tuple(sorted((k, v) for k, v in (environment or {}).items() if k.startswith(KNOBS)))
+    with Store(folder, [*options, *(f"{name}={value}" for name, value in knobs)]) as store:
+        campaign = _Campaign(store, submissions, tuple(options), knobs, retries, watcher)
         campaign.begin(seeds)
         waiting = campaign.waiting()
         if waiting:
@@ -122,9 +125,15 @@ def run_campaign(
 
 class _Campaign:
     def __init__(
-        self, store: Store, submissions: Submissions, options: tuple[str, ...], retries: int, watcher: Watcher
+        self,
+        store: Store,
+        submissions: Submissions,
+        options: tuple[str, ...],
+        knobs: tuple[tuple[str, str], ...],
+        retries: int,
+        watcher: Watcher,
     ) -> None:
-        self.store, self.submissions, self.options = store, submissions, options
+        self.store, self.submissions, self.options, self.knobs = store, submissions, options, knobs
         self.retries, self.watcher = retries, watcher
         self.rows: dict[tuple[str, int], CampaignRun] = {}
         self.asked: set[tuple[str, int]] = set()
@@ -169,7 +178,7 @@ class _Campaign:
         folder, name = str(self.store.folder), key[0]
         bundle = self.submissions.bundles[name]
         version = prism_fast.__version__
-        pool.submit(Job(bundle, key[1], row.attempts, folder, self.store.id, version, self.options))
+        pool.submit(Job(bundle, key[1], row.attempts, folder, self.store.id, version, self.options, self.knobs))
 
     def _running(self) -> list[tuple[str, int]]:
         """Jobs whose worker has begun: its folder is there."""

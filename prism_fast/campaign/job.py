@@ -27,6 +27,7 @@ from prism_fast.protocol.errors import (
 WORK_DIR = "work"
 ID_FILE = ".campaign.id"
 LOG_FILE = "score.log"
+KNOBS = "PRISM_"
 # What a run may end with that says something about the bundle: it would again. The rest is the machine's.
 VERDICTS = (EXIT_SCORED, EXIT_BUNDLE_REJECTED, EXIT_BUNDLE_FAILED, EXIT_WATCHDOG, EXIT_ARTIFACTS_QUOTA)
 
@@ -42,6 +43,7 @@ class Job:
     campaign_id: str
     engine_version: str
     options: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -81,11 +83,12 @@ def run_job(job: Job) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="prism-campaign-") as folder:
         bundle = Path(folder) / job.bundle.name
         job.bundle.write_to(bundle)
-        command = [sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle)]
-        command += [f"--out={job.work}", f"--seeds={job.seed}", *job.options]
+        command = score_command(job, bundle)
         with open(log, "wb") as stream:
-            # Ray sets the threads of its workers; those of a run are part of its spec.
-            environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+            # Ray sets the threads of its workers; those of a run are part of its spec. The knobs that `score` reads
+            # from the environment are the campaign's, not those of whichever node.
+            environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith(KNOBS)}
+            environment.update(job.environment)
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -95,6 +98,15 @@ def run_job(job: Job) -> Outcome:
                 preexec_fn=die_with_parent,
             )
     return Outcome(done.returncode, _sentence(log), node, monotonic() - began)
+
+
+def score_command(job: Job, bundle: Path) -> list[str]:
+    """The command line of `job`. A pin holds all its seeds, whichever is scored; without one, a run's are its own."""
+    pinned = any(option.startswith("--seeds=") for option in job.options)
+    seed = f"--only-seeds={job.seed}" if pinned else f"--seeds={job.seed}"
+    return [
+        sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle), f"--out={job.work}", seed, *job.options
+    ]  # fmt: skip
 
 
 def _check_node(job: Job, node: str) -> None:

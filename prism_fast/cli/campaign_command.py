@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 OURS = {
     "--out",
     "--seeds",
+    "--only-seeds",
     "--resume",
     "--json",
     "--log-format",
@@ -68,7 +70,7 @@ def campaign(
 
     options = [f"--data={_place(data)}"]
     options += [f"--val={_place(val)}"] if val else []
-    options += [f"--pin={pin}"] if pin else []
+    options += [f"--pin={pin}", f"--seeds={seeds}"] if pin else []
     options += [f"--cache-dir={cache_dir.absolute()}"] if cache_dir else []
     # Threads move the last bits of matrix products, so they are the campaign's and not each machine's.
     options += [f"--torch-threads={cpus}", f"--scorer-threads={cpus}", f"--device={'cuda' if gpus else 'cpu'}"]
@@ -80,6 +82,7 @@ def campaign(
             out,
             options,
             lambda: RayPool(address, cpus, gpus),
+            environment=os.environ,
             retries=retries,
             watcher=terminal,
         )

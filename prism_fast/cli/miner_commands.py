@@ -13,6 +13,8 @@ import typer
 class Pin(StrEnum):
     p0 = "p0"
     p1 = "p1"
+    p2 = "p2"
+    p3 = "p3"
 
 
 class Seal(StrEnum):

@@ -132,6 +132,9 @@ def score(
     seeds: Annotated[
         str | None, typer.Option(help=f"Comma-separated seeds (default: the pin's three, or {c.DEFAULT_SEED}).")
     ] = None,
+    only_seeds: Annotated[
+        str | None, typer.Option(help="Those of the seeds to score here; the others are scored elsewhere (campaign).")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Trainer ranks under torchrun, 1 to 8 (default: 1).")] = None,
     policy: Annotated[
         Policy | None,
@@ -206,6 +209,7 @@ def score(
         **vars(settle_knobs(given, pin and pin.value)),
         watchdog_grace_seconds=watchdog_grace,
         artifacts_quota_bytes=artifacts_quota,
+        only_seeds=None if only_seeds is None else _seeds(only_seeds, "--only-seeds"),
         policy=policy.value if policy else None,  # type: ignore[arg-type]
         capture=capture.value,
         isolation=isolation.value,
@@ -224,8 +228,10 @@ def score(
     raise typer.Exit(summary.exit_code)
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def _seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--seeds {text}: expected whole numbers with commas between, for example 1337,2027") from None
+        raise UsageError(
+            f"{option} {text}: expected whole numbers with commas between, for example 1337,2027"
+        ) from None

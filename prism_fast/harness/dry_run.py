@@ -1,7 +1,7 @@
 """`prism-fast try`: a minute of scoring, to learn what official scoring would say and how long it would take.
 
-The bundle goes through the same referee, in the same mode, under the pin's shapes and budgets; only the graceful
-budget is short and the held-out prefix small. What is found is a list, not the first fault alone, where finding one
+The bundle goes through the same referee, under the pin's shapes, cap and budgets; only the graceful budget is short and
+the held-out prefix small. What is found is a list, not the first fault alone, where finding one
 does not hide the next.
 """
 
@@ -102,7 +102,10 @@ def try_bundle(
         return DryRun(path.name, (found,), None, error.exit_code)
     findings = [Finding("ok", "bundle", f"two scripts, {sum(map(len, bundle.scripts.values())):,} bytes")]
     static = check_static_contract(bundle, "reject")
-    findings += [Finding("warn", r.name, r.detail, r.rule) for r in static.unmet]
+    findings += [
+        Finding("warn", r.name, f"{r.detail}; scored on one GPU, it cannot take the crown", r.rule)
+        for r in static.unmet
+    ]
     if static.ok:
         findings.append(Finding("ok", "distributed contract", "training.py meets it, as read"))
     with tempfile.TemporaryDirectory(prefix="prism-try-") as out:
@@ -111,6 +114,8 @@ def try_bundle(
             data=data,
             out=Path(out),
             tokenizer=pin.tokenizer,
+            vocab_size=pin.vocab_size,
+            stage=pin.param_ladder_stage,
             sequence_length=pin.seq_len,
             batch_size=pin.batch_size,
             token_budget=pin.token_budget,
@@ -199,13 +204,13 @@ def _of_time(manifest: RunManifest, estimate: Estimate, pin: ProtocolPin) -> lis
 
 
 def _traceback(log: Path, limit: int = 4000) -> str:
-    """What the bundle printed last, from its first traceback on."""
+    """The traceback that the bundle's log ends with, or nothing."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
         return ""
     at = text.find("Traceback")
-    return (text[at:] if at >= 0 else text)[-limit:].strip()
+    return text[at:][-limit:].strip() if at >= 0 else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ estimate

@@ -65,7 +65,7 @@ def score_bundle(
         prepared = _prepare(request, reporter)
         request.out.mkdir(parents=True, exist_ok=True)
         results: list[m.SeedResult] = []
-        for seed in request.seeds:
+        for seed in request.seeds if request.only_seeds is None else request.only_seeds:
             results.append(_score_seed(request, prepared, seed, reporter, stop))
             if results[-1].status != "scored" or stop.reason is not None:
                 break
@@ -189,6 +189,8 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
         raise UsageError("--seeds names no seed; give at least one, for example --seeds 1337")
     if len(set(request.seeds)) != len(request.seeds):
         raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: each seed once")
+    if request.only_seeds is not None and (strangers := set(request.only_seeds) - set(request.seeds)):
+        raise UsageError(f"--only-seeds {min(strangers)}: not one of --seeds {','.join(map(str, request.seeds))}")
     if request.sequence_length < 2:
         raise UsageError(f"--seq-len {request.sequence_length}: expected at least 2")
     positive: tuple[tuple[str, float | None], ...] = (

@@ -20,7 +20,8 @@ class ScoreRequest:
 
     `policy`: of the static distributed contract; None: the environment's, else "reject" with several processes and
     "flag" with one, where a script for one GPU does what it says. `vocab_size` None: the tokenizer's, padded to 64.
-    `phase2`: the second corpus of full_scale_eval. `pin`, `pin_name`: what the other fields were settled under.
+    `phase2`: the second corpus of full_scale_eval. `only_seeds`: those of `seeds` that are scored here and now; a
+    campaign scores the others elsewhere. `pin`, `pin_name`: what the other fields were settled under.
     """
 
     bundle: Path
@@ -38,6 +39,7 @@ class ScoreRequest:
     artifacts_quota_bytes: int = c.ARTIFACTS_QUOTA_BYTES
     val_byte_budget: int | None = None
     seeds: tuple[int, ...] = (c.DEFAULT_SEED,)
+    only_seeds: tuple[int, ...] | None = None
     nproc: int = 1
     accounting: str = "exact"
     seal: str = "sealed"

@@ -173,6 +173,14 @@ def test_other_options_or_a_second_command_are_refused(submissions, tmp_path):
         run(submissions, out, ScriptedPool())
 
 
+def test_the_knobs_of_the_environment_are_the_campaigns_and_bind_it(submissions, tmp_path):
+    pool, out = ScriptedPool(), tmp_path / "out"
+    run(submissions, out, pool, seeds=(1,), environment={"PRISM_TOKEN_BUDGET": "4096", "HOME": "x"})
+    assert {job.environment for job in pool.jobs} == {(("PRISM_TOKEN_BUDGET", "4096"),)}
+    with pytest.raises(UsageError, match="begun with --data=sample PRISM_TOKEN_BUDGET=4096; asked now for"):
+        run(submissions, out, ScriptedPool())
+
+
 def test_what_is_no_folder_of_bundles_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no bundle in it"):
