@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from prism_fast.protocol.budgets import budget_reached
 from prism_fast.protocol.run_spec import RunSpec
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """Batch `index` of this rank: tokens and targets int64 [B, L] on the model's device, and whose text they are."""
 
     index: int
