@@ -5,8 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 
-# padding, planner, packer, reader, bucketed_loader: the data plane; losses: the CPU rows; overhead: what scoring costs.
-NAMES = ("losses", "planner", "padding", "packer", "reader", "bucketed_loader", "transformers_patch", "overhead")
+# padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
+# overhead: what scoring costs; step_time, mask: profiles.md's probes on the examples.
+NAMES = (
+    "losses",
+    "planner",
+    "padding",
+    "packer",
+    "reader",
+    "bucketed_loader",
+    "transformers_patch",
+    "overhead",
+    "step_time",
+    "mask",
+)
 
 
 def main(names: list[str]) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
@@ -50,6 +51,8 @@ class Suite:
         self.checks: list[Row] = []
         self.times: list[Row] = []
         self.skipped: list[str] = []
+        self.said: list[str] = []  # sentences for the end of the table
+        self.profiles: list[Row] = []  # whole documents of `prism-fast profile`
         self.copy_gb_per_s = math.nan
         self.product_tflops = math.nan
 
@@ -610,6 +613,43 @@ def time_rules(suite: Suite) -> None:
             )
 
 
+def time_attention(suite: Suite) -> None:
+    """What an explicit mask costs against is_causal, at a fixed width (`prism-fast profile mask`)."""
+    from prism_fast.profiling.mask import time_masks
+
+    shape = [1, 2, 16, 8] if suite.dry else [2, 16, 4096, 128]
+    call = {"query": shape, "key": shape, "dtype": "float32" if suite.dry else "bfloat16", "device": suite.device.type}
+    work = f"attention forward+backward {'x'.join(map(str, shape))}"
+    for row in time_masks(call, window=shape[2] // 4, repeats=1 if suite.dry else 9)["rows"]:
+        suite.times.append({"work": work, "who": row["mask"], "ms": row["ms"], "ms_all": row["ms_all"]})
+
+
+def time_steps(suite: Suite) -> None:
+    """The example decoder: how its step grows with the width, and in which kernels it goes (`prism-fast profile`)."""
+    from prism_fast.profiling.bundle_process import BundleJob
+    from prism_fast.profiling.kernels import measure_kernels
+    from prism_fast.profiling.scaling import measure_scaling
+
+    if suite.left() < 90 and not suite.dry:
+        suite.skipped.append("steps of the example decoder")
+        return
+    bundle = Path(__file__).parent.parent / "examples" / "transformer_tiny"
+    widths = (8, 16, 32) if suite.dry else (256, 512, 1024, 2048)
+    job = BundleJob(bundle, widths, 0, {}, device=suite.device.type, environment={"TRITON_INTERPRET": "0"})
+    scaling = measure_scaling(job, repeats=1 if suite.dry else 8)
+    for point in scaling["points"]:
+        work = f"step of {bundle.name}, width {point['width']}"
+        suite.times.append({"work": work, "who": "measured", "ms": 1e3 * point["measured_s"]})
+        suite.times.append({"work": work, "who": "fitted", "ms": 1e3 * point["fitted_s"]})
+    kernels = measure_kernels(dataclasses.replace(job, widths=widths[-1:]))
+    rank = kernels["ranks"][0]
+    for group in rank["groups"]:
+        work = f"kernels of a step of {bundle.name}, width {widths[-1]}"
+        suite.times.append({"work": work, "who": group["group"], "ms": 1e3 * group["seconds"] / kernels["steps"]})
+    suite.said += [scaling["verdict"], *rank["warnings"]]
+    suite.profiles += [scaling, kernels]
+
+
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -633,6 +673,7 @@ def table(suite: Suite) -> str:
         cells.append(f"{row['tflop_per_s']:8.0f}" if "tflop_per_s" in row else " " * 8)
         cells.append(f"{row['ms'] / first:7.2f}")
         lines.append(f"{head} {' '.join(cells)}")
+    lines += suite.said
     if suite.dry:
         lines.append("DRY RUN under the interpreter: these times say nothing about any machine")
     return "\n".join(lines)
@@ -658,7 +699,8 @@ def main() -> int:
     found = environment(suite)
     print(json.dumps(found), flush=True)
     with use_backend("triton"):
-        for part in (ceilings, check_logits, check_edges, check_hidden, time_logits, time_hidden, time_rules):
+        checks = (ceilings, check_logits, check_edges, check_hidden)
+        for part in (*checks, time_logits, time_hidden, time_rules, time_attention, time_steps):
             before = time.monotonic()
             part(suite)
             suite.synchronize()
@@ -673,6 +715,7 @@ def main() -> int:
         "checks": suite.checks,
         "times": suite.times,
         "left_out": suite.skipped,
+        "profiles": suite.profiles,
         "seconds": round(time.monotonic() - suite.started, 1),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

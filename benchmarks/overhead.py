@@ -4,7 +4,8 @@
 
 The example decoder and one of about 30 million parameters, vocabularies of 4,096 and 50,304, 128 and 512 tokens a row.
 strict: an open run, which predicts every batch before it is trained on; sealed: the same by evaluators in sandboxes,
-with probes; fused: an open run that takes the loss of the bundle's own forward. The modes take turns, each run a process of its own, steady-state steps only. The peer is the bare loop.
+with probes; fused: an open run that takes the loss of the bundle's own forward. The modes take turns, each run a
+process of its own, steady-state steps only. The peer is the bare loop.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ def scaling(
     bundle: BundleArgument,
     widths: Annotated[str, typer.Option(help="Tokens a row, with commas between; three or more.")] = "64,128,256,512",
     repeats: Annotated[int, typer.Option(help="Timed steps of each width, after two to warm up.")] = 12,
+    clock: Annotated[
+        str, typer.Option(help="wall, or processor: CPU time, on a machine that others load; with --torch-threads 1.")
+    ] = "wall",
     data: Data = "sample",
     tokenizer: Tokenizer = "gpt2",
     device: DeviceOption = "auto",
@@ -50,7 +53,9 @@ def scaling(
     from prism_fast.profiling.scaling import measure_scaling
 
     job = _job(bundle, _numbers("--widths", widths), data, tokenizer, device, torch_threads, cache_dir)
-    _show(measure_scaling(job, repeats), out, json)
+    if clock not in ("wall", "processor"):
+        raise UsageError(f"--clock {clock}: expected wall or processor")
+    _show(measure_scaling(job, repeats, processor=clock == "processor"), out, json)
 
 
 @profile.command("kernels")
@@ -159,7 +164,9 @@ def overhead(
     seq_len: Annotated[int, typer.Option(help="Tokens a row.")] = c.DEFAULT_SEQUENCE_LENGTH,
     steps: Annotated[int, typer.Option(help="Steps a run.")] = 20,
     repeats: Annotated[int, typer.Option(help="Runs of each mode, in turn.")] = 3,
-    modes: Annotated[str, typer.Option(help="Of bare, open, sealed and fused, with commas between.")] = "bare,open,sealed",
+    modes: Annotated[
+        str, typer.Option(help="Of bare, open, sealed and fused, with commas between.")
+    ] = "bare,open,sealed",
     data: Data = "sample",
     tokenizer: Tokenizer = "gpt2",
     device: DeviceOption = "auto",

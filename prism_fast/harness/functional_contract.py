@@ -229,7 +229,7 @@ def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[s
                 "rank_report": True,
             },
             run_dir,
-            {**bundle_environment(prepared, spec, run_dir), "GLOO_SOCKET_IFNAME": "lo", **extra},
+            {**bundle_environment(prepared, spec, run_dir), **extra},
             ledger,
             StopFlag(),
             lambda seen, elapsed: None,

@@ -322,8 +322,11 @@ def bundle_environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict
     """A bundle's environment: what torch needs of ours, the contract's variables, and nothing else."""
     passed = {k: v for k, v in os.environ.items() if k in PASSED_ENVIRONMENT or k.startswith(PASSED_PREFIXES)}
     data_dir = "" if spec.seal == "sealed" else str(prepared.corpus.folder)
+    # One node: ranks meet on loopback, whatever the host's name resolves to, and in a sandbox there is nothing else.
+    loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if spec.world_size > 1 else {}
     return {
         **passed,
+        **loopback,
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -144,14 +144,14 @@ def check_static_contract(bundle: Bundle, policy: Policy = "reject") -> StaticRe
         raise UsageError(f"unknown policy {policy!r}; expected {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     if policy == "off":
         return StaticReport(policy, ())
-    scripts = {name.removesuffix(".py"): Script(source) for name, source in bundle.scripts.items()}
     seen: dict[tuple[int, int], _Evidence] = {}
     try:
+        scripts = {name.removesuffix(".py"): Script(source) for name, source in bundle.scripts.items()}
         for world in WORLDS:
             for rank in range(world):
                 evidence = seen[world, rank] = _Evidence(rank, world)
                 Walk(scripts, rank, world, evidence).run()
-    except TooLarge:
+    except (TooLarge, RecursionError, SyntaxError):  # a parser's depth is what its caller's leaves of the stack
         detail = "training.py is too large or too deeply nested to follow, so nothing can be said for it"
         return StaticReport(policy, tuple(Requirement(n, RULES[n], False, (), detail) for n in REQUIREMENTS))
     return StaticReport(policy, tuple(_judge(name, seen) for name in REQUIREMENTS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -187,28 +188,17 @@ def _linear_cross_entropy_fused(
 
 
 @_linear_cross_entropy_fused.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    expected: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    chunk_tokens: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty((), dtype=accumulation_dtype(hidden.dtype)),
-        hidden.new_empty(hidden.shape if needs_hidden else 0),
-        hidden.new_empty(weight.shape if needs_weight else 0),
-        hidden.new_empty(len(weight) if needs_bias else 0),
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return hidden.new_empty((), dtype=accumulation_dtype(hidden.dtype)), *_fake_gradients(hidden, weight, rest[-3:])
+
+
+def _fake_gradients(hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of hidden, weight and bias; empty where not needed."""
+    one, two, three = (
+        hidden.new_empty(shape if needed else 0)
+        for shape, needed in zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
     )
+    return one, two, three
 
 
 def _setup_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -246,18 +236,7 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens = hidden.shape[0]
     return (
         hidden.new_empty(tokens, dtype=accumulation_dtype(hidden.dtype)),
@@ -295,28 +274,8 @@ def _linear_cross_entropy_backward(
 
 
 @_linear_cross_entropy_backward.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    grad_loss: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    chunk_tokens: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if needs_hidden else 0),
-        hidden.new_empty(weight.shape if needs_weight else 0),
-        hidden.new_empty(len(weight) if needs_bias else 0),
-    )
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(hidden, weight, rest[-3:])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

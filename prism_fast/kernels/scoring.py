@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,16 +153,8 @@ def _linear_token_nll(
 
 
 @_linear_token_nll.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    with_correct: bool,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _fake_rows(hidden, with_correct, with_entropy)
+def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _fake_rows(hidden, *rest[-2:])
 
 
 @operator("token_nll_shard")
@@ -174,7 +166,7 @@ def _token_nll_shard(
 
 
 @_token_nll_shard.register_fake
-def _(logits: Tensor, target: Tensor, ignore_index: int, vocab_start: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     like = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     return like, torch.empty_like(like), torch.empty_like(like)
 

@@ -138,7 +138,7 @@ def _verdict(fit: dict[str, Any]) -> str:
     sentence = (
         f"t(w) = {fit['A']:.3e} w + {fit['B']:.3e} w^2"
         + (f" + {fit['constant']:.3e}" if fit["constant"] else "")
-        + f" s fits within {fit['residual_max']:.1%}; the quadratic part is {share[low]:.1%} of a step at width {low} "
+        + f" s fits within {fit['residual_max']:.2%}; the quadratic part is {share[low]:.1%} of a step at width {low} "
         f"and {share[high]:.1%} at {high}"
     )
     needed = fit["constant_needed"]

@@ -42,6 +42,15 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 )
 
 
+# Operators of ours that read and write and multiply no matrices.
+NO_PRODUCTS = {
+    f"prism_fast.{name}"
+    for name in (
+        "cross_entropy", "cross_entropy_backward", "sum_rows", "token_nll", "token_nll_shard", "batch_code_length",
+    )
+}  # fmt: skip
+
+
 def peak_flops(device_name: str) -> tuple[float | None, str | None]:
     """-> (dense bf16 FLOP/s, source), or (None, None) for a device that is on no line of the table."""
     for pattern, tera, source in PEAKS:
@@ -75,7 +84,7 @@ class StepCounter:
         from torch.utils.flop_counter import FlopCounterMode
 
         formulas = _formulas()
-        self._known = {str(operator) for operator in formulas}
+        self._known = {str(operator) for operator in formulas} | NO_PRODUCTS
         self._mode = FlopCounterMode(display=False, custom_mapping=formulas)
         self._names = _operator_names()
         self._names.__enter__()

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from prism_fast.profiling.step_timer import StepTimer
+from prism_fast.protocol.errors import UsageError
 
 
 class TimedSteps:
     """Seconds of every step. Result: `step_s`, in step order, warm-up included; the reader leaves that out."""
 
-    def __init__(self, device_type: str) -> None:
-        self._timer = StepTimer(device_type)
+    def __init__(self, device_type: str, processor: bool = False) -> None:
+        if processor and device_type != "cpu":
+            raise UsageError(f"processor time says nothing of work on {device_type}; use the wall clock")
+        self._timer = StepTimer(device_type, processor=processor)
+        self._clock = "events" if self._timer.on_device else "processor" if processor else "monotonic"
 
     def begin(self, index: int, model: Any, tokens: Any) -> None:
         self._timer.start()
@@ -20,7 +24,7 @@ class TimedSteps:
         self._timer.stop()
 
     def result(self) -> dict[str, Any]:
-        return {"step_s": self._timer.seconds(), "clock": "events" if self._timer.on_device else "monotonic"}
+        return {"step_s": self._timer.seconds(), "clock": self._clock}
 
 
 def make_observer(asked: dict[str, Any], device_type: str, rank: int) -> Any:
@@ -28,7 +32,7 @@ def make_observer(asked: dict[str, Any], device_type: str, rank: int) -> Any:
     arguments = {name: value for name, value in asked.items() if name != "what"}
     what = asked["what"]
     if what == "steps":
-        return TimedSteps(device_type)
+        return TimedSteps(device_type, **arguments)
     if what == "kernels":
         from prism_fast.profiling.kernels import KernelWindow
 

@@ -37,9 +37,11 @@ def measure_overhead(
     """-> {"rows": [...], "counters": {...}, ...}: one row a mode, in the order of `modes`.
 
     bare: `train(ctx)` with nothing watching but a clock a step; open, sealed: `prism-fast score --seal MODE` in strict
-    capture; fused: open with `--capture fused`, which a bundle must allow (dropout does not). Row keys: mode, vocab (the head's width; null before a scored mode has shown it), seq (tokens a row),
-    batch (rows), params, tokens_per_s (steady state, median of the repeats), ratio (bare tokens/s over this mode's:
-    1.0 is free), tokens_per_s_all (each repeat's). The modes take turns, so that a slow minute hits all of them.
+    capture; fused: open with `--capture fused`, which a bundle must allow (dropout does not).
+
+    Row keys: mode, vocab (the head's width; null before a scored mode has shown it), seq (tokens a row), batch (rows),
+    params, tokens_per_s (steady state, median of the repeats), ratio (bare tokens/s over this mode's: 1.0 is free),
+    tokens_per_s_all (each repeat's). The modes take turns, so that a slow minute hits all of them.
 
     counters: what observing a step costs (clock readings and the record sent), as seconds and as a share of the bare
     step; the gradient norm, which a bundle that calls clip_grad_norm_ pays itself, apart.

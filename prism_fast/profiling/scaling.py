@@ -14,11 +14,13 @@ SCHEMA = "prism_profile_scaling.v1"
 WARMUP_ROUNDS = 2  # of every width: compiles, allocator growth, optimizer state
 
 
-def measure_scaling(job: BundleJob, repeats: int) -> dict[str, Any]:
+def measure_scaling(job: BundleJob, repeats: int, *, processor: bool = False) -> dict[str, Any]:
     """-> the probe's document: the fit (see `fit_cost`) and every step's seconds.
 
     The widths take turns, so that a slow minute of the machine hits all of them. On a GPU times are the device's own,
     by events, and their median is fitted; on the CPU the fastest step is, because neighbours only ever add.
+    processor: fit the processor time of the bundle's threads, not the time gone by; for machines that others load, and
+    with one thread, so that no waiting of one thread for another counts.
     """
     if len(job.widths) < 2:
         raise UsageError(f"widths {','.join(map(str, job.widths))}: a fit needs two at least; name another")
@@ -26,7 +28,7 @@ def measure_scaling(job: BundleJob, repeats: int) -> dict[str, Any]:
         raise UsageError(f"--repeats {repeats}: expected 1 or more")
     count = len(job.widths)
     rounds = WARMUP_ROUNDS + repeats
-    found = run_bundle(replace(job, steps=rounds * count, observe={"what": "steps"}))[0]
+    found = run_bundle(replace(job, steps=rounds * count, observe={"what": "steps", "processor": processor}))[0]
     by_width = steps_by_width(found["step_s"], found["widths"], WARMUP_ROUNDS)
     on_device = found["clock"] == "events"
     fit = fit_cost(by_width, statistic="median" if on_device else "min")

@@ -1,5 +1,7 @@
 """Times work without waiting for it: the host's monotonic clock, or on a GPU events that are read later.
 
+On a machine shared with others the host can also be asked for processor time, which they add little to.
+
 Memory is bounded: a `StepTimer` keeps 8 bytes a step in a compact array, and at most `IN_FLIGHT` pairs of events.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 IN_FLIGHT = 256  # pairs of events not yet read before the oldest is waited for
@@ -17,9 +19,13 @@ Seconds = float | Callable[[], float]  # known, or known once the device has com
 
 
 class Clock:
-    """Marks moments where work is done: on the host, or on the device's current stream."""
+    """Marks moments where work is done: on the host, or on the device's current stream.
 
-    def __init__(self, device_type: str) -> None:
+    `processor`: seconds that this process' threads had a CPU, in place of seconds gone by; the host's only.
+    """
+
+    def __init__(self, device_type: str, *, processor: bool = False) -> None:
+        self._now = process_time if processor else perf_counter
         self._cuda: Any = None
         if device_type == "cuda":
             import torch
@@ -32,7 +38,7 @@ class Clock:
 
     def mark(self) -> Any:
         if self._cuda is None:
-            return perf_counter()
+            return self._now()
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -60,8 +66,8 @@ class StepTimer:
     the end of the work before to the end of the step's, with no synchronisation in the loop.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._clock = Clock(device_type)
+    def __init__(self, device_type: str, *, processor: bool = False) -> None:
+        self._clock = Clock(device_type, processor=processor)
         self._seconds = array("d")
         self._open: Any = None
         self._waiting: deque[tuple[Any, Any]] = deque()

@@ -75,7 +75,8 @@ def _scaling_rows(d: dict[str, Any]) -> Rows:
         d["verdict"],
     ]
     return (
-        f"{d['submission_id']} on {d['device']}: one step of {d['batch_size']} rows, {statistic} of the steps",
+        f"{d['submission_id']} on {d['device']}: one step of {d['batch_size']} rows, {statistic} of the steps"
+        + (", processor time" if d["clock"] == "processor" else ""),
         ["width (tokens)", "measured (ms)", "fitted (ms)", "residual", "linear", "quadratic", "constant", "steps"],
         cells,
         notes,

@@ -41,6 +41,8 @@ def print_summary(run: Path, summary: m.RunSummary, console: Console | None = No
         ("stopped by", [x.run.stopped_reason for x in manifests]),
         ("crown eligible", ["yes" if x.score.emission_crown_eligible else "no" for x in manifests]),
     ]
+    if any(x.engine.pin for x in manifests):
+        rows.append(("pin", [x.engine.pin.name if x.engine.pin else "-" for x in manifests]))
     if summary.accounting != "exact":
         console.print(f"[yellow]accounting {summary.accounting}:[/] the original engine's rules", highlight=False)
     for label, values in rows:

@@ -1,4 +1,4 @@
-"""A short run of the fault injections; `make faults` is the long one. Goes with the exploits, since it takes as long."""
+"""A short run of the fault injections; `make faults` is the long one. Runs with the exploits, as it takes as long."""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ class Original:
 def main(job):
     torch.set_num_threads(1)
     sys.path.insert(0, job["bundle"])
-    sys.modules["prism_challenge"] = ModuleType("prism_challenge")
+    for name in ("prism_challenge", "prism_challenge.evaluator", "prism_challenge.evaluator.interface"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].PrismContext = Original
 
     def force(seed):
         random.seed(seed)

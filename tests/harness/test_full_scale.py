@@ -10,7 +10,10 @@ import pytest
 
 from prism_fast.data.corpus import build_corpus, resolve_data
 from prism_fast.data.manifest import Dataset
+from prism_fast.data.stream import TokenStream
 from prism_fast.data.tokenizers import reference_tokenizer
+from prism_fast.harness import referee
+from prism_fast.harness.request import ScoreRequest, SilentReporter
 from prism_fast.harness.verify import verify_run
 from prism_fast.protocol.errors import DataError
 
@@ -42,6 +45,7 @@ def mounts(tmp_path) -> Path:
     return edu
 
 
+@pytest.mark.slow
 def test_both_phases_are_walked_in_order_and_verified(mounts, tmp_path, cache_dir):
     bundle = write_bundle(tmp_path / "bundle")
     command = [
@@ -68,6 +72,30 @@ def test_both_phases_are_walked_in_order_and_verified(mounts, tmp_path, cache_di
     assert list(verify_run(run.seed_dir(), data=str(mounts / "train"))) == []
     other = verify_run(run.seed_dir(), data=str(mounts / "train"), phase2=str(mounts / "train"))
     assert "the run was scored on" in next(other)
+
+
+def test_the_stream_reads_phase_1_to_its_end_and_then_phase_2(mounts, tmp_path):
+    request = ScoreRequest(
+        write_bundle(tmp_path / "bundle"),
+        str(mounts / "train"),
+        tmp_path / "run",
+        val=str(tmp_path / "secret" / "val"),
+        phase2=str(mounts / "sample-100BT"),
+        mode="full_scale_eval",
+        isolation="none",
+    )
+    prepared = referee._prepare(request, SilentReporter())
+    first, second = (resolve_data(folder, "gpt2").split("train") for folder in (mounts, mounts / "sample-100BT"))
+    assert prepared.train.shards == (*first.shards, *second.shards)
+    decode = reference_tokenizer("gpt2").decode_bytes
+    with TokenStream(prepared.train, 64, 4) as stream:
+        text = b"".join(decode(row[1:]) for batch in stream for row in batch.tokens)
+        plan = stream.plan_summary()
+    assert text.index(b"phase-2") > text.rindex(b"phase-1")
+    assert plan.corpus_bytes == first.bytes + second.bytes
+    spec = referee._freeze_spec(request, prepared, 1337)
+    assert spec.corpus_fingerprint != spec.phase2_corpus_fingerprint is not None
+    assert spec.val_corpus_fingerprint == spec.corpus_fingerprint  # one manifest, its splits mounted apart
 
 
 def test_missing_mounts_are_blocked_with_every_reason_and_exit_5(score, tmp_path):

@@ -38,28 +38,22 @@ def test_a_pin_reaches_the_bundle_unchanged_and_the_manifest_names_it(tmp_path, 
     assert (manifest.engine.seq_len, manifest.engine.batch_size) == (256, 4)
     assert manifest.run.stopped_reason == "wall_clock"
 
-
-def test_one_process_is_no_multi_gpu_run_so_its_script_is_flagged_and_scored_until_its_flops_are_spent(score):
-    run = score(options=(f"--flops-budget={FLOPS_OF_THREE_STEPS - 1}",))
-    assert run.code == 0, run.stderr
-    manifest = run.manifest()
-    assert_stopped_by_flops(manifest)
+    # a script for one GPU does what it says on one: flagged, and no broken rule of the score
     contract = manifest.engine.distributed_contract
     assert contract is not None and (contract.policy, contract.ok) == ("flag", False)
     assert "prism:distributed-contract:init_process_group" in contract.unmet
-    assert manifest.score.flags == [] and manifest.score.final_score > 0  # it is no broken rule of the score
+    assert not any(flag.startswith("prism:") for flag in manifest.score.flags)
+    assert manifest.score.anti_cheat_multiplier == 1.0
     assert any("distributed contract is not met" in r for r in manifest.score.emission_ineligible_reasons)
     assert "does not meet the distributed contract (init_process_group" in run.stderr
 
 
 @pytest.mark.slow
-def test_a_flops_budget_stops_a_sealed_run_after_the_same_step(score):
-    run = score(options=("--seal=sealed", f"--flops-budget={FLOPS_OF_THREE_STEPS - 1}"))
+@pytest.mark.parametrize("seal", ["open", "sealed"])
+def test_a_flops_budget_stops_after_the_step_that_reaches_it(score, seal):
+    run = score(options=(f"--seal={seal}", f"--flops-budget={FLOPS_OF_THREE_STEPS - 1}"))
     assert run.code == 0, run.stderr
-    assert_stopped_by_flops(run.manifest())
-
-
-def assert_stopped_by_flops(manifest):
+    manifest = run.manifest()
     assert manifest.run.stopped_reason == "flops_budget"
     assert manifest.metrics.model_params == PARAMETERS and manifest.metrics.consumed_batches == 3
     assert manifest.compute.estimated_flops == FLOPS_OF_THREE_STEPS

@@ -17,7 +17,7 @@ from prism_fast.protocol.manifest import RunSummary
 from prism_fast.report.rank import rank_runs
 
 from ..report.conftest import write_run
-from .conftest import TINY_ARCHITECTURE, TINY_TRAINING, score_command, write_bundle
+from .conftest import TINY_ARCHITECTURE, TINY_TRAINING, score_command, seed_training, write_bundle
 from .prism_v2_reference import documents
 
 REFERENCE = Path(__file__).with_name("prism_v2_reference.py")
@@ -56,10 +56,10 @@ def original_layout(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("training", "vocab_size", "token_budget"),
     [
-        (TINY_TRAINING, 1000, None),
+        (seed_training(), 1000, None),
         pytest.param(TRAINS_ON_BYTES, 200, 2500, marks=pytest.mark.slow),
     ],
-    ids=["tokens to the end", "bytes to a budget"],
+    ids=["the original script on tokens to the end", "bytes to a budget"],
 )
 def test_the_originals_figures_are_reproduced(tmp_path, original_layout, cache_dir, training, vocab_size, token_budget):
     bundle = write_bundle(tmp_path / "bundle", DROPS_OUT, training)

@@ -617,8 +617,9 @@ def test_a_launch_beyond_one_node_or_eight_processes_is_rejected():
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-def test_a_script_too_deep_to_follow_is_not_accepted_unseen():
-    report = check(SCRIPT + "x = " + "+".join(["1"] * 900) + "\n")
+@pytest.mark.parametrize("terms", [900, 20_000], ids=["to follow", "to parse from here"])
+def test_a_script_too_deep_is_not_accepted_unseen(terms):
+    report = check(SCRIPT + "x = " + "+".join(["1"] * terms) + "\n")
     assert [r.name for r in report.unmet] == list(REQUIREMENTS)
     assert "too large or too deeply nested" in report.unmet[0].detail
 

@@ -102,6 +102,7 @@ def test_what_does_not_fit_together_is_a_usage_error(write_bundle, corpus, chang
         measure_scaling(job(write_bundle(), corpus, **change), repeats=1)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_bundle_is_rejected_with_the_bundles_rule(corpus, tmp_path):
     with pytest.raises(BundleRejected, match=r"no architecture\.py"):
         measure_scaling(job(tmp_path, corpus), repeats=1)

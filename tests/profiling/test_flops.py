@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prism_fast import linear_cross_entropy
+from prism_fast import cross_entropy, linear_cross_entropy
 from prism_fast.profiling.flops import PEAKS, StepCounter, forward_flops, mfu, peak_flops, six_nd
 
 ROWS, WIDTH, VOCAB = 2, 64, 512
@@ -55,7 +55,20 @@ def test_a_loss_from_hidden_states_counts_as_the_products_it_stands_for(decoder)
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     with StepCounter() as fused:
         linear_cross_entropy(model.hidden(tokens).flatten(0, 1), model.head.weight, tokens.flatten()).backward()
+    with StepCounter() as ours:
+        cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert ours.result()["step"] == plain.result()["step"] and ours.result()["unknown"] == []
     assert fused.result()["step"] == plain.result()["step"] and fused.result()["unknown"] == []
+
+
+def test_an_operator_that_nobody_knows_is_named():
+    @torch.library.custom_op("prism_test_flops::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    with StepCounter() as counter:
+        mystery(torch.eye(4))
+    assert counter.result() == {"step": 0, "attention": 0, "by_operator": {}, "unknown": ["prism_test_flops::mystery"]}
 
 
 def test_counting_leaves_the_model_as_it_was():

@@ -16,7 +16,7 @@ from prism_fast.profiling.kernels import (
     measure_kernels,
     rows_on_device,
 )
-from prism_fast.report.probes import print_probe, probe_chart
+from prism_fast.report.probes import print_probe, probe_chart, probe_table
 
 RECORDED = [
     line.split("\t")
@@ -111,3 +111,14 @@ def test_the_table_of_a_real_step_covers_it_and_leaves_a_trace(write_bundle, cor
     assert steps == {"prism::step 1", "prism::step 2"}  # the window and nothing else, however long the run
     print_probe(found)
     assert "rows cover" in capsys.readouterr().out and probe_chart(found).startswith("<svg")
+
+
+@pytest.mark.slow
+def test_every_rank_has_its_table_and_its_trace(write_bundle, corpus, tmp_path):
+    bundle = BundleJob(
+        write_bundle(), (32,), 0, {}, data=str(corpus), tokenizer="bytes", torch_threads=1, device="cpu", nproc=2
+    )
+    found = measure_kernels(bundle, active=1, warmup=1, trace_dir=tmp_path)
+    assert [Path(rank["trace"]).name for rank in found["ranks"]] == ["trace-rank-0.json.gz", "trace-rank-1.json.gz"]
+    assert all(rank["covered"] >= 0.98 and Path(rank["trace"]).stat().st_size for rank in found["ranks"])
+    assert "rank 0 of 2" in probe_table(found)[0]

@@ -1,5 +1,8 @@
 """The two clocks. The device's is exercised on events of the test's own making: their order and number count."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,6 +57,17 @@ def test_the_host_clock_gives_seconds_at_once():
     clock = Clock("cpu")
     a = clock.mark()
     assert not clock.on_device and 0 <= seconds_of(clock.between(a, clock.mark())) < 10
+
+
+def test_processor_time_passes_with_work_and_not_with_the_clock():
+    clock = Clock("cpu", processor=True)
+    before = clock.mark()
+    waited = subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+    between = clock.mark()
+    sum(range(10**6))
+    after = clock.mark()
+    assert waited.returncode == 0
+    assert clock.between(before, between) >= 0 and clock.between(between, after) > 0
 
 
 def test_a_device_mark_is_read_only_when_it_is_asked_for(device):
