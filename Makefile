@@ -5,18 +5,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.h)
 
-.PHONY: demo test exploits lint bench faults fuzz docs format clean install
+.PHONY: demo test test-long exploits lint bench faults fuzz docs format clean install
 
 demo: install
 	$(BIN)/prism-fast score examples/transformer_tiny --data sample --out runs/demo --token-budget 20480
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exploit"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long and not exploit"
+
+# The whole runs that CI adds.
+test-long: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long"
 
 # Every trick; `make exploits EVERY=8` takes each eighth.
 EVERY ?= 1
 exploits: install
-	PRISM_EXPLOITS_EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests
+	PRISM_EXPLOITS_EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal -m exploit tests/exploits
 
 bench: install
 	$(BIN)/python -m benchmarks

@@ -68,6 +68,7 @@ def main() -> int:
 
 def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     import torch
+    import torch._dynamo  # every torch optimizer asks for it, for a second or more: not on the bundle's clock
 
     from prism_fast.data.corpus import open_corpus
     from prism_fast.data.stream import TokenStream

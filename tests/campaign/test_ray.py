@@ -27,6 +27,7 @@ def command(submissions: Path, out: Path, cache: Path, *options: str) -> list[st
     return [*program, "--data=sample", f"--out={out}", f"--cache-dir={cache}", *options, "--", *SHORT]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_campaign_scores_the_examples_as_score_does(tmp_path):
     submissions, out = tmp_path / "submissions", tmp_path / "out"

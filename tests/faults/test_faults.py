@@ -1,4 +1,4 @@
-"""A short run of the fault injections; `make faults` is the long one. Runs with the exploits, as it takes as long."""
+"""A short run of the fault injections; `make faults` is the long one. CI runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.faults.run import KINDS, run
 
 
-@pytest.mark.exploit
+@pytest.mark.long
 def test_whatever_breaks_a_run_ends_and_says_so():
     done = run(4, seed=20260824, limit=90.0)
     assert {injection.kind for injection in done} == set(KINDS)

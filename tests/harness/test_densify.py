@@ -51,6 +51,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
+@pytest.mark.long
 def test_a_model_that_only_recalls_is_seen_to_recall_and_its_run_is_left_as_it_was(score, cache_dir, tmp_path):
     training = TINY_TRAINING.replace("gpt2", "bytes")
     run = score(RECALLS, training, options=("--tokenizer=bytes", "--seq-len=96"))

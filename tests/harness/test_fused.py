@@ -38,6 +38,7 @@ DISHONEST = {
 }
 
 
+@pytest.mark.long
 def test_fused_is_the_strict_score_of_an_honest_bundle(score):
     strict, fused = score(out="strict"), score(out="fused", options=FUSED)
     assert strict.code == fused.code == 0, fused.stderr
@@ -59,14 +60,14 @@ def test_weights_changed_before_the_forward_fail_the_run(score):
     assert_fails(score(training=before_the_forward(statements), options=FUSED), words)
 
 
-@pytest.mark.exploit
+@pytest.mark.long
 @pytest.mark.parametrize("case", DISHONEST)
 def test_dishonest_uses_fail_the_run(score, case):
     statements, words = DISHONEST[case]
     assert_fails(score(training=before_the_forward(statements), options=FUSED), words)
 
 
-@pytest.mark.exploit
+@pytest.mark.long
 def test_a_model_that_trains_in_another_mode_fails_the_first_audit(score):
     dropout = TINY_ARCHITECTURE.replace(
         "return self.head(x", "return self.head(nn.functional.dropout(x, 0.2, self.training)"

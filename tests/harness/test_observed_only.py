@@ -88,6 +88,7 @@ def manifest_of(run_dir: Path, seen: dict) -> RunManifest:
                 "peak_rss_bytes": seen["memory"],
                 "peak_vram_bytes": seen["memory"],
                 "peak_vram_reserved_bytes": seen["memory"],
+                "forward_flops": seen["memory"],
                 "returned": seen["returned"],
             }
         },

@@ -43,7 +43,11 @@ def fields(run) -> dict:
 
 @pytest.mark.parametrize(
     ("architecture", "training"),
-    [(TINY_ARCHITECTURE, TINY_TRAINING), (BUFFERED, AUTOCAST), (TINY_ARCHITECTURE, COMPILED)],
+    [
+        (TINY_ARCHITECTURE, TINY_TRAINING),
+        (BUFFERED, AUTOCAST),
+        pytest.param(TINY_ARCHITECTURE, COMPILED, marks=pytest.mark.long),
+    ],
     ids=["plain", "buffers, dropout and autocast", "compiled"],
 )
 def test_sealed_gives_the_bits_of_open(score, architecture, training):
@@ -91,6 +95,7 @@ def test_a_forward_that_writes_to_its_weights_is_the_bundles_fault(score):
     assert run.code == 4 and "read-only" in run.status()["message"]
 
 
+@pytest.mark.long
 def test_a_model_that_looks_ahead_after_an_honest_start_is_flagged_and_zeroed(score):
     architecture = TINY_ARCHITECTURE.replace(
         "return self.head(", "x = x + x.roll(-1, 1) * (self.mix.bias.abs().sum() > 0.03)\n        return self.head("
