@@ -133,8 +133,8 @@ def training(report: Report) -> None:
 
     def step(loss: Callable[..., Tensor]) -> Callable[[], None]:
         def call() -> None:
-            logits.grad = None
             loss(logits, target).backward()
+            logits.grad = None  # here: who comes next must not pay for giving this memory back
 
         return call
 
@@ -189,8 +189,8 @@ def from_hidden(report: Report) -> None:
 
     def step(loss: Callable[..., Tensor]) -> Callable[[], None]:
         def call() -> None:
-            hidden.grad = head.grad = None
             loss(hidden, head, target).backward()
+            hidden.grad = head.grad = None
 
         return call
 

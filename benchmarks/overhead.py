@@ -45,8 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the example decoder at 128 tokens, once")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
+    parser.add_argument("--model", choices=tuple(MODELS), default=None, help="this one alone; the file is for both")
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    models = ("example",) if arguments.quick else tuple(MODELS)
+    models = (arguments.model,) if arguments.model else ("example",) if arguments.quick else tuple(MODELS)
     widths = (128,) if arguments.quick else (128, 512)
     rows: list[dict[str, Any]] = []
     if not arguments.json:
@@ -63,7 +65,7 @@ def main() -> None:
                         tokenizer=tokenizer,
                         modes=tuple(MODES),
                         steps=12 if arguments.quick else 20,
-                        repeats=1 if arguments.quick else 3,
+                        repeats=1 if arguments.quick else arguments.repeats,
                     )
                     for row in found["rows"]:
                         row |= {"mode": MODES[row["mode"]], "model": model, "vocab": vocab}
