@@ -77,6 +77,9 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(EXIT_ENGINE)
+    except OSError as error:  # a full disk, a directory that cannot be written to
+        print(f"prism-fast: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(EXIT_ENGINE)
 
 
 if __name__ == "__main__":

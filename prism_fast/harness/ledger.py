@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,13 @@ def pack_record(index: int, sums: Sequence[float], positions: int, documents: in
     )
 
 
+def _write_all(file: Any, data: bytes) -> None:
+    """An unbuffered write may stop short on a disk that fills up; the next one raises."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
 class Ledger:
     """Sums and files of one run. Not thread-safe: the referee's loop owns it."""
 
@@ -70,7 +78,7 @@ class Ledger:
             (c.OBSERVATIONS_FILE, layout.OBSERVATIONS_MAGIC, layout.OBSERVATIONS_DTYPE),
         ):
             self._files[name] = open(run_dir / name, "wb", buffering=0)  # noqa: SIM115 - closed in close()
-            self._files[name].write(layout.pack_header(magic, dtype, world_size))
+            _write_all(self._files[name], layout.pack_header(magic, dtype, world_size))
             self._unwritten[name] = []
 
     @property
@@ -143,7 +151,7 @@ class Ledger:
     def _flush(self, name: str) -> None:
         if self._unwritten[name]:
             data = b"".join(self._unwritten[name])
-            self._files[name].write(data)
+            _write_all(self._files[name], data)
             self._unwritten[name].clear()
             if name == c.LEDGER_FILE:
                 self._extend_chain(data)
@@ -153,7 +161,7 @@ class Ledger:
         block = layout.CHAIN_RECORDS * layout.LEDGER_DTYPE.itemsize
         while len(self._unchained) >= block or (last and self._unchained):
             self.chain = layout.next_link(self.chain, bytes(self._unchained[:block]))
-            self._chain_file.write(self.chain)
+            _write_all(self._chain_file, self.chain)
             del self._unchained[:block]
 
     def flush(self) -> None:

@@ -6,6 +6,7 @@ moment; it says "incomplete" until the manifest beside it is whole, so a killed 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import statistics
 from pathlib import Path
@@ -231,16 +232,20 @@ def _score_seed(
     _write_status(run_dir, "incomplete", spec, None)
     try:
         manifest = SeedRun(request, prepared, spec, run_dir, reporter, stop).run()
+        _write_status(run_dir, "scored", spec, None)
     except KeyboardInterrupt:
         raise EngineFault(f"interrupted twice: {run_dir} is left incomplete") from None
-    except PrismError as error:
-        _write_status(run_dir, "rejected" if isinstance(error, BundleRejected) else "failed", spec, error)
-        return _seed_result(seed, run_dir, error=error)
-    except OSError as error:
-        fault = EngineFault(f"{error.filename or run_dir}: {error.strerror or error}")
-        _write_status(run_dir, "failed", spec, fault)
+    except (PrismError, OSError) as error:
+        fault = (
+            error
+            if isinstance(error, PrismError)
+            else EngineFault(f"{error.filename or run_dir}: {error.strerror or error}")
+        )
+        for name in (c.RUN_MANIFEST_FILE, c.TRAIN_SERIES_FILE):  # written before what failed, they would look complete
+            (run_dir / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a full disk, "incomplete" stays
+            _write_status(run_dir, "rejected" if isinstance(fault, BundleRejected) else "failed", spec, fault)
         return _seed_result(seed, run_dir, error=fault)
-    _write_status(run_dir, "scored", spec, None)
     return _seed_result(seed, run_dir, manifest=manifest)
 
 

@@ -37,6 +37,7 @@ ENGINE_FILES = tuple(
         "harness/open_source.py",
         "harness/predictor.py",
         "harness/prism_v2.py",
+        "harness/weights_file.py",
     )
 )
 
@@ -220,15 +221,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _save_weights(model: Any, path: str) -> None:
-    """The trained state as safetensors: every state-dict tensor under its own name, tied ones written twice."""
-    from safetensors.torch import save_file
+    from prism_fast.harness.weights_file import save_weights
 
     gc.collect()
-    state = {}
-    for name, value in model.state_dict().items():
-        if hasattr(value, "detach"):
-            state[name] = value.detach().to("cpu").contiguous().clone()
-    save_file(state, path)
+    save_weights({name: value for name, value in model.state_dict().items() if hasattr(value, "detach")}, path)
 
 
 def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str, str]:

@@ -309,12 +309,11 @@ class SealedSession:
 
     def save_weights(self, path: Path) -> None:
         """Writes the final state as safetensors, tied tensors under each of their names."""
-        from safetensors.torch import save_file
-
         from prism_fast.harness.state_layout import from_json
+        from prism_fast.harness.weights_file import save_weights
 
         layout, region = self.final_state()
-        save_file({e.name: e.view(region).contiguous().clone() for e in from_json(layout)}, path)
+        save_weights({e.name: e.view(region) for e in from_json(layout)}, path)
 
     def close(self) -> None:
         for state in self._ranks:

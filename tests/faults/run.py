@@ -174,10 +174,10 @@ def check(process: subprocess.Popen, family: dict[int, str], out: Path, injectio
         verified = subprocess.run(command, capture_output=True, text=True)
         if verified.returncode:
             raise Broken(f"exit code 0, but verify says {verified.stdout[-500:]}{verified.stderr[-500:]}")
-    elif complete := [name for name in COMPLETE if (seed_dir / name).exists()]:
-        raise Broken(f"exit code {process.returncode}, but there is {complete}")
     elif injection.status == "scored":
         raise Broken(f"exit code {process.returncode}, but the status is scored")
+    elif complete := [name for name in COMPLETE if (seed_dir / name).exists()]:
+        raise Broken(f"exit code {process.returncode}, but there is {complete}")
 
 
 def alive(pid: int, command: str) -> bool:

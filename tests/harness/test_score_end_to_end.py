@@ -111,6 +111,7 @@ def test_the_whole_corpus_is_covered_when_no_budget_stops_the_run(score, tmp_pat
     assert manifest.data.covered_bytes > 0
 
 
+@pytest.mark.long
 def test_several_seeds_are_summarised_and_resumed(score):
     run = score(options=("--seeds", "1337,2027,4242"))
     assert run.code == 0, run.stderr

@@ -139,6 +139,7 @@ def test_a_bundle_that_goes_wrong_ends_with_its_rule_and_exit_code(score, case):
     assert_nothing_looks_complete(run.seed_dir())
 
 
+@pytest.mark.long
 def test_a_failed_run_leaves_nothing_of_an_earlier_scored_one(score, tmp_path):
     good = score(out="same")
     assert good.code == 0, good.stderr
