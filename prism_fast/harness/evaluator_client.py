@@ -169,7 +169,8 @@ class Evaluator:
         except TimeoutError:
             raise self._too_late() from None
         except OSError:
-            raise self._post_mortem() from None
+            self._receive()  # it is gone: raises the fault that it reported, or what became of it
+            raise
 
     def _checked(self, frame: wire.Frame, rows: int, width: int) -> tuple[str, tuple[int, int, int], float]:
         try:

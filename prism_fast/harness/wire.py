@@ -120,7 +120,8 @@ class Channel:
                 self.socket.sendall(data)
             else:
                 sent = socket.send_fds(self.socket, [data], [fd])
-                self.socket.sendall(data[sent:])
+                if sent < len(data):  # sending nothing would still fail where the peer has answered and gone
+                    self.socket.sendall(data[sent:])
         finally:
             self.socket.settimeout(None)
 

@@ -1,6 +1,7 @@
 """Frames survive any fragmentation, and what is not a frame is refused."""
 
 import socket
+import tempfile
 
 import pytest
 from hypothesis import given
@@ -88,3 +89,22 @@ def test_a_frame_that_lacks_its_descriptor_is_refused(channel):
     referee.send(wire.REGION)
     with pytest.raises(wire.FrameError, match="descriptor"):
         runner.receive(timeout=5)
+
+
+def test_a_peer_that_answers_and_goes_at_once_is_still_sent_to():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    real = socket.send_fds
+
+    def send_then_lose_the_peer(*arguments):
+        sent = real(*arguments)
+        theirs.recv(1 << 16)
+        theirs.sendall(wire.encode(wire.ADOPTED, b"{}"))
+        theirs.close()
+        return sent
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as file:
+        patch.setattr(socket, "send_fds", send_then_lose_the_peer)
+        channel = wire.Channel(ours)
+        channel.send(wire.ADOPT, b"{}", fd=file.fileno())
+        assert channel.receive(5).kind == wire.ADOPTED
+    channel.close()
