@@ -76,7 +76,7 @@ class FusedSource(OpenSource):
         self._running = False
         batch, self._waiting = self._waiting, None
         assert batch is not None
-        sums = self._predictor.code_length(_detached(output), batch.targets)
+        sums = self._predictor.code_length(output, batch.targets)
         if self._strict is None:
             self._record(batch, sums)
             return
@@ -113,11 +113,3 @@ def fingerprint(model: nn.Module) -> Tensor:
     """uint64 [tensors]: a hash of every parameter's and buffer's bits, on their device."""
     with torch.no_grad():
         return torch.stack([torch.hash_tensor(t) for t in (*model.parameters(), *model.buffers()) if t.numel()])
-
-
-def _detached(output: Any) -> Any:
-    """The output with the logits cut from the graph, in a form that `logits_of` takes."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, tuple | list) and output:
-        logits = output[0]
-    return logits.detach() if isinstance(logits, Tensor) else output
