@@ -18,6 +18,7 @@
 #include "bucket_plan.hpp"
 #include "checksum.hpp"
 #include "cross_entropy.hpp"
+#include "few_tokens.hpp"
 #include "foreign.hpp"
 #include "parallel.hpp"
 #include "random.hpp"
@@ -148,6 +149,14 @@ void bind_losses(py::module_& m) {
         prism::copy_matrix(from, to, threads);
       },
       py::arg("from"), py::arg("to"), py::arg("threads"));
+  m.attr("FEW_TOKENS") = prism::kFewTokens;
+  m.def(
+      "few_tokens_logits",
+      [](const prism::Matrix& hidden, const prism::Matrix& head, Address bias, const prism::Matrix& out, int threads) {
+        const py::gil_scoped_release release;
+        prism::few_tokens_logits(hidden, head, pointer<const float>(bias), out, threads);
+      },
+      py::arg("hidden"), py::arg("head"), py::arg("bias"), py::arg("out"), py::arg("threads"));
   m.def(
       "scale_rows",
       [](const prism::Matrix& rows, Address factor, std::int64_t factor_stride, int threads) {

@@ -57,11 +57,6 @@ Loops choose_loops() {
 #endif
 }
 
-const Loops& loops() {
-  static const Loops chosen = choose_loops();
-  return chosen;
-}
-
 char* row_of(const Matrix& m, std::int64_t row) {
   return static_cast<char*>(m.data) + row * m.row_stride * size_of(m.dtype);
 }
@@ -281,6 +276,11 @@ std::int64_t first_bad_target(const Targets& targets, std::int64_t rows, std::in
 }
 
 }  // namespace
+
+const Loops& loops() {
+  static const Loops chosen = choose_loops();
+  return chosen;
+}
 
 const char* cross_entropy_isa() { return loops().name; }
 

@@ -530,10 +530,67 @@ void row_scale(void* row, std::int64_t stride, std::int64_t n, double factor) {
   }
 }
 
+// kClasses rows of the head with a panel of kVectors registers of tokens, summed in registers.
+template <class Isa, int kVectors, int kClasses>
+void multiply_panel(const FewTokens& in, const float* panel, const float* head, float* sums) {
+  constexpr int W = Isa::kWidth;
+  const std::int64_t stride = in.vectors * W;
+  Vec<Isa> sum[kClasses][kVectors];
+  for (int c = 0; c < kClasses; ++c) {
+    for (int k = 0; k < kVectors; ++k) {
+      sum[c][k] = in.begin ? Isa::set1(0) : Isa::load(sums + c * stride + k * W);
+    }
+  }
+  for (std::int64_t h = 0; h < in.depth; ++h, panel += kVectors * W) {
+    Vec<Isa> tokens[kVectors];
+    for (int k = 0; k < kVectors; ++k) tokens[k] = Isa::load(panel + k * W);
+    for (int c = 0; c < kClasses; ++c) {
+      const Vec<Isa> weight = Isa::set1(head[c * in.head_stride + h]);
+      for (int k = 0; k < kVectors; ++k) sum[c][k] = Isa::fma(weight, tokens[k], sum[c][k]);
+    }
+  }
+  for (int c = 0; c < kClasses; ++c) {
+    for (int k = 0; k < kVectors; ++k) Isa::store(sums + c * stride + k * W, sum[c][k]);
+  }
+}
+
+template <class Isa, int kVectors>
+void multiply_classes(const FewTokens& in, const float* panel, std::int64_t first_vector) {
+  constexpr int kClasses = 4;
+  const std::int64_t stride = in.vectors * Isa::kWidth;
+  float* sums = in.sums + first_vector * Isa::kWidth;
+  std::int64_t c = 0;
+  for (; c + kClasses <= in.classes; c += kClasses) {
+    multiply_panel<Isa, kVectors, kClasses>(in, panel, in.head + c * in.head_stride, sums + c * stride);
+  }
+  for (; c < in.classes; ++c) {
+    multiply_panel<Isa, kVectors, 1>(in, panel, in.head + c * in.head_stride, sums + c * stride);
+  }
+}
+
+template <class Isa>
+void few_tokens(const FewTokens& in) {
+  const float* panel = in.panels;
+  for (std::int64_t first = 0; first < in.vectors;) {
+    const std::int64_t vectors = panel_vectors(in.vectors - first);
+    if (vectors == 3) {
+      multiply_classes<Isa, 3>(in, panel, first);
+    } else if (vectors == 2) {
+      multiply_classes<Isa, 2>(in, panel, first);
+    } else {
+      multiply_classes<Isa, 1>(in, panel, first);
+    }
+    panel += in.depth * vectors * Isa::kWidth;
+    first += vectors;
+  }
+}
+
 template <class Isa>
 constexpr Loops float_loops(const char* name) {
   Loops loops{};
   loops.name = name;
+  loops.width = Isa::kWidth;
+  loops.few_tokens = few_tokens<Isa>;
   loops.terms[static_cast<int>(Dtype::kF32)] = row_terms<Isa, float>;
   loops.terms[static_cast<int>(Dtype::kBF16)] = row_terms<Isa, BFloat16>;
   loops.terms[static_cast<int>(Dtype::kF16)] = row_terms<Isa, Half>;

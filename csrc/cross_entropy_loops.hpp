@@ -40,12 +40,35 @@ struct RowGrad {
   bool stream;  // write past the caches
 };
 
+// Part of the product of few tokens with many classes: over `depth` of the hidden size, for `classes` rows of the head.
+// `panels` holds the tokens' hidden states, `vectors` registers of them side by side: panel by panel, each
+// [depth, panel_vectors() * width].
+struct FewTokens {
+  const float* panels;
+  std::int64_t vectors;
+  std::int64_t depth;
+  const float* head;  // [classes, depth]
+  std::int64_t head_stride;
+  std::int64_t classes;
+  float* sums;  // [classes, vectors * width]
+  bool begin;   // write the sums; else add to them, in the order of the hidden size
+};
+
+// How many of `left` registers of tokens the next panel takes: three fill the multiply-add units of 16 registers with
+// four classes beside them; one alone does not.
+static constexpr std::int64_t panel_vectors(std::int64_t left) { return left == 4 ? 2 : left < 3 ? left : 3; }
+
 struct Loops {
   const char* name;
+  int width;  // floats a register
+  void (*few_tokens)(const FewTokens&);
   RowTerms (*terms[4])(const RowIn&);
   void (*grad[4])(const RowIn&, const RowGrad&);
   void (*scale[4])(void* row, std::int64_t stride, std::int64_t n, double factor);
 };
+
+// Those in use.
+const Loops& loops();
 
 Loops portable_loops();
 #if defined(__x86_64__)

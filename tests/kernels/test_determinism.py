@@ -82,6 +82,9 @@ results = {"isa": cpp.instruction_set()}
 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     logits, target = (torch.randn(7, 5003) * 3).to(dtype), torch.randint(0, 5003, (7,))
     results[str(dtype)] = this.everything(logits, target)
+hidden, head, logits = torch.rand(30, 700), torch.rand(500, 700), torch.empty(30, 500)
+cpp._core.few_tokens_logits(*map(cpp._matrix, (hidden, head)), 0, cpp._matrix(logits), 1)
+results["few tokens"] = (logits,)
 torch.save(results, sys.argv[1])
 """
 

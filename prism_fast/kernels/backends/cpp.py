@@ -181,7 +181,11 @@ def _chunk_tokens(tokens: int, asked: int) -> int:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [N, V] = hidden @ weight.T + bias for few tokens, made as [V, N], which the matrix library does faster."""
+    """out [N, V] = hidden @ weight.T + bias for few tokens. By the matrix library as [V, N], which it does faster."""
+    rows_in_one_piece = hidden.stride(1) == weight.stride(1) == 1
+    if hidden.dtype == torch.float32 and len(hidden) <= _core.FEW_TOKENS and rows_in_one_piece:
+        _core.few_tokens_logits(_matrix(hidden), _matrix(weight), _address(bias), _matrix(out), _threads())
+        return
     tile = torch.empty(min(_TILE_CLASSES, len(weight)), len(hidden), dtype=hidden.dtype)
     for begin in range(0, len(weight), _TILE_CLASSES):
         classes = slice(begin, begin + _TILE_CLASSES)
