@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 
 from prism_fast.harness import wire
+from prism_fast.harness.artifacts import EVERYTHING, MAX_DEPTH, directory_bytes, make_removable
 from prism_fast.harness.die_with_parent import adopt_orphans
 from prism_fast.harness.evaluator_client import reported_fault
 from prism_fast.harness.interrupt import StopFlag
@@ -45,8 +46,6 @@ POLL_S = 0.1
 QUOTA_EVERY_S = 1.0
 EXIT_GRACE_S = 10.0  # from the last rank's `done` to torchrun's own exit
 SEND_TIMEOUT_S = 20.0  # a rank reads what it asked for at once
-MAX_DEPTH = 64  # of directories in the artifacts
-BLOCK_BYTES = 4096
 
 
 @dataclass
@@ -60,27 +59,6 @@ class TrainerResult:
     launch_s: float = 0.0  # from the spawn of torchrun to the last rank's hello
     train_s: float = 0.0  # from the first rank's start of train(ctx) to the last rank's end
     wall_s: float = 0.0
-
-
-def directory_bytes(path: Path) -> int:
-    """Bytes allocated or claimed (whichever is more) below `path`; links are not followed.
-
-    Every entry takes a block at least, so that empty files count, and a directory too deep to look into counts as all
-    there is.
-    """
-    total, todo = 0, [(str(path), 0)]
-    while todo:
-        directory, depth = todo.pop()
-        if depth > MAX_DEPTH:
-            return 1 << 62
-        with contextlib.suppress(OSError), os.scandir(directory) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    st = entry.stat(follow_symlinks=False)
-                    total += max(st.st_size, st.st_blocks * 512, BLOCK_BYTES)
-                    if entry.is_dir(follow_symlinks=False):
-                        todo.append((entry.path, depth + 1))
-    return total
 
 
 def _number(document: Any, name: str, low: float = 0.0) -> float:
@@ -176,7 +154,10 @@ class Trainer:
                     server.close()
                     self.result.wall_s = monotonic() - began
         self.ledger.flush()
-        self._check_end(process.returncode)
+        try:
+            self._check_end(process.returncode)
+        finally:
+            make_removable(Path(self.job["artifacts_dir"]))
         return self.result
 
     def _spawn(self, job_path: Path, log: Any) -> subprocess.Popen[bytes]:
@@ -249,9 +230,12 @@ class Trainer:
             with contextlib.suppress(OSError):
                 used += (self.run_dir / log).stat().st_size
         if used > self.spec.artifacts_quota_bytes:
+            wrote = f"wrote {used:,} bytes of artifacts and output"
+            if used >= EVERYTHING:
+                wrote = f"made artifacts directories that are closed or more than {MAX_DEPTH} deep"
             raise ArtifactsQuotaExceeded(
-                f"the bundle wrote {used:,} bytes of artifacts and output; the quota is "
-                f"{self.spec.artifacts_quota_bytes:,} ({c.MARKER_ARTIFACTS_QUOTA})",
+                f"the bundle {wrote}; the quota is {self.spec.artifacts_quota_bytes:,} bytes "
+                f"({c.MARKER_ARTIFACTS_QUOTA})",
                 rule=c.RULE_ARTIFACTS_QUOTA,
             )
 

@@ -1,6 +1,7 @@
 """What a bundle's processes say is checked where it arrives: bounds, types, order, blame."""
 
 import os
+import shutil
 import socket
 import struct
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from prism_fast.harness import wire
+from prism_fast.harness.artifacts import MAX_DEPTH, directory_bytes, make_removable
 from prism_fast.harness.evaluator_client import MAX_MESSAGE, reported_fault
-from prism_fast.harness.launch import directory_bytes, done_facts, started_facts
+from prism_fast.harness.launch import done_facts, started_facts
 from prism_fast.harness.ledger import Ledger
 from prism_fast.harness.probes import SUSPECTS, TOLERANCE, ProbePlan, TokenFrequencies, same_prefix
 from prism_fast.harness.sealed import checked_request
@@ -134,6 +136,30 @@ def test_empty_files_count_and_a_bottomless_directory_counts_as_everything(tmp_p
     assert directory_bytes(tmp_path) >= 10**9
     (tmp_path.joinpath(*["d"] * 70)).mkdir(parents=True)
     assert directory_bytes(tmp_path) > 2**60
+
+
+def test_what_a_bundle_leaves_can_be_removed(tmp_path):
+    """1,500 directories inside each other, some closed, some with files: rmtree alone ends in a RecursionError."""
+    artifacts = tmp_path / "artifacts"
+    (artifacts / "kept").mkdir(parents=True)
+    (artifacts / "kept" / "file").write_bytes(b"x")
+    here = os.open(artifacts, os.O_RDONLY)
+    for depth in range(1500):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        if depth % 100 == 99:
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=inner))
+            os.mkdir("beside", dir_fd=inner)
+            os.chmod("d", 0, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    make_removable(artifacts)
+    assert directory_bytes(artifacts) < 2**20
+    deepest = artifacts.joinpath(*["d"] * MAX_DEPTH)
+    assert deepest.is_dir() and not list(deepest.iterdir())
+    assert sorted(os.listdir(artifacts)) == ["d", "kept"] and (artifacts / "kept" / "file").read_bytes() == b"x"
+    shutil.rmtree(artifacts)
 
 
 def test_a_peer_that_does_not_read_does_not_hold_its_writer_up():
