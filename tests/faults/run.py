@@ -49,6 +49,7 @@ class Injection:
     ended_s: float = 0.0
     exit_code: int | None = None
     status: str = ""
+    broken: str = ""  # what was wrong with how it ended
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -93,8 +94,12 @@ def small_disk(where: Path, size: int):
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def inject(injection: Injection, source: random.Random, folder: Path, cache: Path, limit: float) -> None:
-    """Runs one fault in `folder`, filling `injection` in; Broken if the run did not end as it must."""
+def inject(
+    injection: Injection, source: random.Random, folder: Path, cache: Path, limit: float, sound_s: float = 0.0
+) -> None:
+    """Runs one fault in `folder`, filling `injection` in; Broken if the run did not end as it must.
+
+    `sound_s` is what a run without a fault takes here: one that its fault does not touch may go on for as long."""
     out = folder / "run"
     bundle = write_bundle(folder / "bundle")
     options = [f"--seal={injection.seal}", "--step-budget=12", "--val-byte-budget=1500"]
@@ -131,14 +136,14 @@ def inject(injection: Injection, source: random.Random, folder: Path, cache: Pat
                 os.truncate(victim, length)
                 injection.what = f"{victim.name} cut to {length:,} bytes"
                 broken_at = time.monotonic()
-            watch(process, family, injection, limit)
+            watch(process, family, injection, max(0.0, sound_s - injection.after_s) + limit)
             injection.ended_s = time.monotonic() - broken_at
             check(process, family, out, injection, limit)
         finally:
             for pid in (process.pid, *descendants(process.pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()  # its output is read in `watch`
 
 
 def watch(process: subprocess.Popen, family: dict[int, str], injection: Injection, limit: float) -> None:
@@ -188,8 +193,17 @@ def alive(pid: int, command: str) -> bool:
         return False
 
 
-def run(injections: int, seed: int, limit: float = 30.0, kinds: tuple[str, ...] = KINDS) -> list[Injection]:
-    """Makes `injections` faults, of `kinds` in turn; Broken, naming the fault, at the first run that ends wrongly."""
+def sound_run_s(folder: Path, cache: Path) -> float:
+    """Seconds that a run without a fault takes, on this machine as loaded as it is."""
+    began = time.monotonic()
+    options = ("--seal=sealed", "--step-budget=12", "--val-byte-budget=1500")
+    bundle = write_bundle(folder / "sound")
+    subprocess.run(score_command(bundle, folder / "sound-run", cache, *options), check=True, capture_output=True)
+    return time.monotonic() - began
+
+
+def run(injections: int, seed: int, limit: float = 30.0, first: int = 0) -> list[Injection]:
+    """Makes `injections` faults, of KINDS in turn; each says how its run ended and what was wrong."""
     done = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch) / "cache"
@@ -199,38 +213,45 @@ def run(injections: int, seed: int, limit: float = 30.0, kinds: tuple[str, ...] 
              "--val-byte-budget=1500", "--seal=open"],
             check=True, capture_output=True,
         )  # fmt: skip
-        for number in range(injections):
+        sound_s = sound_run_s(Path(scratch), cache)
+        for number in range(first, first + injections):
             source = random.Random(f"{seed}-{number}")
-            kind = kinds[number % len(kinds)]
+            kind = KINDS[number % len(KINDS)]
             injection = Injection(number, kind, "", source.choice(("sealed", "sealed", "open")))
             folder = Path(scratch) / str(number)
             folder.mkdir()
             try:
-                inject(injection, source, folder, cache, limit)
+                inject(injection, source, folder, cache, limit, sound_s)
             except Broken as error:
-                raise Broken(f"{injection}: {error}") from None
-            how = f"exit {injection.exit_code}, {injection.status or 'no status'}, {injection.ended_s:.1f} s"
+                injection.broken = str(error)
+            how = (
+                injection.broken
+                or f"exit {injection.exit_code}, {injection.status or 'no status'}, {injection.ended_s:.1f} s"
+            )
             print(f"{number:>4}  {kind:<10}{injection.what:<44} at {injection.after_s:5.1f} s: {how}", flush=True)
             done.append(injection)
             shutil.rmtree(folder)
     return done
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--injections", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first: a fault follows from its number")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=30.0, help="seconds that a run may take to end after its fault")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
-    done = run(arguments.injections, arguments.seed, arguments.limit)
+    done = run(arguments.injections, arguments.seed, arguments.limit, arguments.first)
     ends = collections.Counter((i.kind, i.exit_code, i.status) for i in done)
     for (kind, code, status), count in sorted(ends.items(), key=str):
         print(f"{kind:<10} exit {code}, {status or 'no status'}: {count}")
-    print(f"{len(done)} faults, every run ended as it must; slowest end {max(i.ended_s for i in done):.1f} s")
+    broken = [injection for injection in done if injection.broken]
+    print(f"{len(done)} faults, {len(broken)} ended wrongly; slowest end {max(i.ended_s for i in done):.1f} s")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"faults": [asdict(i) for i in done]}, indent=1) + "\n")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

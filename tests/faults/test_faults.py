@@ -11,3 +11,4 @@ from tests.faults.run import KINDS, run
 def test_whatever_breaks_a_run_ends_and_says_so():
     done = run(3, seed=20260824, limit=90.0)
     assert {injection.kind for injection in done} == set(KINDS)
+    assert [injection for injection in done if injection.broken] == []
