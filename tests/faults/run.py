@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from prism_fast.harness import processes
 from prism_fast.protocol import constants as c
 from tests.harness.conftest import score_command, write_bundle
 
@@ -53,25 +54,18 @@ class Injection:
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Living processes below `root`: pid -> command line (or name, of one that hides it)."""
-    children: dict[int, list[int]] = collections.defaultdict(list)
-    names = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):
-            fields = (entry / "stat").read_text().rpartition(")")
-            state, parent = fields[2].split()[:2]
-            if state != "Z":
-                pid = int(entry.name)
-                children[int(parent)].append(pid)
-                names[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    found, queue = {}, [root]
-    while queue:
-        for pid in children[queue.pop()]:
-            found[pid] = names[pid]
-            queue.append(pid)
-    return found
+    """Living processes below `root`: pid -> command line (or nothing, of one that hides it)."""
+    return {pid: name for pid in processes.descendants(root) if (name := command_line(pid)) is not None}
+
+
+def command_line(pid: int) -> str | None:
+    """None: it lives no more."""
+    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return None
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return None
 
 
 def role(command: str) -> str:
@@ -164,7 +158,7 @@ def watch(process: subprocess.Popen, family: dict[int, str], injection: Injectio
 def check(process: subprocess.Popen, family: dict[int, str], out: Path, injection: Injection, limit: float) -> None:
     injection.exit_code = process.returncode
     deadline = time.monotonic() + limit
-    while left := {pid: name for pid, name in family.items() if name and alive(pid, name)}:
+    while left := {pid: name for pid, name in family.items() if name and command_line(pid) == name}:
         if time.monotonic() > deadline:
             raise Broken(f"left behind: {left}")
         time.sleep(0.05)
@@ -183,14 +177,6 @@ def check(process: subprocess.Popen, family: dict[int, str], out: Path, injectio
         raise Broken(f"exit code {process.returncode}, but the status is scored")
     elif complete := [name for name in COMPLETE if (seed_dir / name).exists()]:
         raise Broken(f"exit code {process.returncode}, but there is {complete}")
-
-
-def alive(pid: int, command: str) -> bool:
-    try:
-        found = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return found == command and ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def sound_run_s(folder: Path, cache: Path) -> float:

@@ -1,7 +1,7 @@
 """Kernels compiled for GPUs that are not here: nothing spills, shared memory fits, loads are wide.
 
 The full set is `python -m benchmarks.triton_registers`; here every kernel on every architecture in its plain form,
-and on sm_90 each dtype and the heaviest options. Slow (about 70 compilations), so outside `make test`.
+and on sm_90 each dtype and the heaviest options: about 70 compilations, so in `make test-long`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 from benchmarks import triton_registers
 from prism_fast.kernels.backends.triton.launch import KNOWN_DEVICES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 EVERYWHERE = [
     "score bf16 8192x50257",
@@ -73,9 +73,15 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(compiled):
     assert checked >= 30
 
 
+def test_the_record_of_the_full_set_holds_the_limits_too():
+    record = json.loads(triton_registers.RESULT.read_text())["kernels"]
+    limits = {name: device.shared_bytes for name, device in KNOWN_DEVICES.items()}
+    over = [key for key, kernel in record.items() if kernel["shared"] > limits[key.split(" / ")[0]]]
+    spilled = [key for key, kernel in record.items() if kernel["stack"] and not triton_registers.may_spill(key)]
+    assert over == [] and spilled == [] and len(record) > 500
+
+
 def test_registers_have_not_grown(compiled):
-    if not triton_registers.RESULT.exists():
-        pytest.skip("nothing recorded yet: run python -m benchmarks.triton_registers")
     record = json.loads(triton_registers.RESULT.read_text())
     if record["versions"]["triton"] != triton.__version__:
         pytest.skip(f"recorded with triton {record['versions']['triton']}, this is {triton.__version__}")

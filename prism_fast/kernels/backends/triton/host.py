@@ -150,7 +150,8 @@ def load(numbers: Tensor, options: LossOptions, *, extras: bool = False) -> laun
     """`extras`: results beside the loss that cost registers."""
     smoothed, weighted = options.label_smoothing != 0.0, options.class_weight is not None
     plain = not (smoothed or weighted or extras or options.softcap is not None)
-    return launch.Load(numbers.element_size(), plain=plain, heavy=smoothed and weighted)
+    apart = numbers.stride(-1) != 1
+    return launch.Load(numbers.element_size(), plain=plain, heavy=smoothed and weighted, apart=apart)
 
 
 def fold_rows(
@@ -298,7 +299,7 @@ def write_gradient(
         (n, -(-(classes + constants["GRANULE"] - 1) // rule.places)),
         {**arguments, "lse": lse, "vocab": vocab, "vocab_start": vocab_start},
         {**constants, "PLACES": rule.places},
-        launch.options(device, rule.num_warps),
+        launch.options(device, rule.num_warps, rule.max_registers),
     )
 
 
@@ -320,7 +321,7 @@ def cross_entropy_forward_backward(
     shape = geometry(vocab)
     segments = shape.segments(vocab)
     arguments, constants = _gradient_arguments(logits, target, grad_loss, options, out)
-    rule = launch.rows_fused(device, shape.lanes, segments, vocab, load(logits, options))
+    rule = launch.rows_fused(device, shape.lanes, shape.tiles, segments, vocab, load(logits, options))
     launch.run(
         rows_fused,
         (n,),

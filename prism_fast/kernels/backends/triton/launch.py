@@ -156,6 +156,7 @@ class Load:
     itemsize: int
     plain: bool  # no class weights, no smoothing, no softcap, no entropy
     heavy: bool  # a class weight to load for every logit
+    apart: bool = False  # neighbours of a row are not neighbours in memory: every logit has an address of its own
 
 
 def _power_of_2(x: int, at_least: int = 32) -> int:
@@ -169,8 +170,9 @@ def _warps(places: int, itemsize: int, device: Device, at_most: int) -> int:
 
 
 def _window_warps(lanes: int, load: Load, device: Device) -> int:
-    """Warps that fold one window. A class weight for every logit doubles what a thread keeps: half as many a thread."""
-    return _warps(lanes, 4 if load.heavy else load.itemsize, device, 256)
+    """Warps that fold one window. A class weight or an address for every logit doubles what a thread keeps: half as
+    many a thread."""
+    return _warps(lanes, max(4, load.itemsize) if load.heavy or load.apart else load.itemsize, device, 256)
 
 
 def _registers(load: Load) -> int:
@@ -201,12 +203,16 @@ def rows_forward(device: Device, lanes: int, segments: int, load: Load, rows: in
 class RowsBackward:
     num_warps: int
     places: int  # a program
+    max_registers: int = 0
 
 
 def rows_backward(device: Device, vocab: int, itemsize: int) -> RowsBackward:
-    """256 threads a program, 2 loads of 16 bytes each: nothing is kept, so occupancy alone covers the latency."""
+    """256 threads a program, 2 loads of 16 bytes each: nothing is kept, so occupancy alone covers the latency.
+
+    Left alone, the assembler would spill to reach 80 registers; about 100 are wanted.
+    """
     places = min(256 * 2 * 16 // itemsize, _power_of_2(vocab + 15))
-    choice = {"num_warps": _warps(places // 2, itemsize, device, 256), "places": places}
+    choice = {"num_warps": _warps(places // 2, itemsize, device, 256), "places": places, "max_registers": 128}
     return RowsBackward(**{**choice, **_overrides.get("rows_backward", {})})
 
 
@@ -219,15 +225,18 @@ class RowsFused:
     max_registers: int
 
 
-def rows_fused(device: Device, lanes: int, segments: int, vocab: int, load: Load) -> RowsFused:
+def rows_fused(device: Device, lanes: int, tiles: int, segments: int, vocab: int, load: Load) -> RowsFused:
     """512 threads a multiprocessor: one program if two rows each would overfill half of L2, else two.
 
-    Half, because what is being written needs room as well. With options 512 threads would spill: 256, whatever L2.
+    Half, because what is being written needs room as well. With options 512 threads would spill: 256, whatever L2. And
+    no more segments at a time than the shared memory holds twice, one set loading while the other is in use.
     """
     overfull = 2 * device.multiprocessors * vocab * load.itemsize > device.l2_bytes // 2
     window = _window_warps(lanes, load, device)
     widest = max(1, (512 if overfull and load.plain else 256) // device.warp_size // window)
-    abreast = min(widest, _power_of_2(segments, at_least=1))
+    held = device.shared_bytes // (2 * lanes * tiles * load.itemsize)
+    fitting = 1 << max(0, held.bit_length() - 1)
+    abreast = min(widest, fitting, _power_of_2(segments, at_least=1))
     choice = {
         "num_warps": window * abreast,
         "abreast": abreast,
