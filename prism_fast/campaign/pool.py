@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from prism_fast.campaign.cluster import alive_nodes, connect
 from prism_fast.campaign.job import Job, Outcome, run_job
-from prism_fast.profiling.machine import usable_cpus
-from prism_fast.protocol.errors import EngineFault, UsageError
+from prism_fast.protocol.errors import UsageError
 
 OBJECT_STORE_BYTES = 80 * 1024**2  # scripts and outcomes travel, nothing large
 
@@ -28,30 +26,13 @@ class RayPool:
     """Each job is a Ray task that holds `cpus` cores and `gpus` GPUs. Ray retries nothing: that is the campaign's."""
 
     def __init__(self, address: str | None, cpus: int, gpus: int) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a validator's machine tells nobody anything
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        try:
-            import ray
-        except ImportError:
-            raise UsageError("campaign: ray is not installed; pip install 'prism-fast[ray]'") from None
-        self._ray: Any = ray
+        self._ray = connect("campaign", address, OBJECT_STORE_BYTES)
         self._jobs: dict[Any, Job] = {}
-        local: dict[str, Any] = {}
-        if address is None:
-            local = {
-                "num_cpus": usable_cpus(),
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise EngineFault(f"--address {address or 'local'}: Ray does not answer: {error}") from error
-        self._task = ray.remote(run_job).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
+        self._task = self._ray.remote(run_job).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
         self._check_room(cpus, gpus)
 
     def _check_room(self, cpus: int, gpus: int) -> None:
-        largest = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        largest = alive_nodes(self._ray)
         if any(n.get("CPU", 0) >= cpus and n.get("GPU", 0) >= gpus for n in largest):
             return
         room = ", ".join(f"{n.get('CPU', 0):.0f} cores and {n.get('GPU', 0):.0f} GPUs" for n in largest)

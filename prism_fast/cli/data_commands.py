@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from prism_fast.data.manifest import Manifest
+    from prism_fast.data.pack import Encoders
     from prism_fast.data.shards import Shard
     from prism_fast.data.tokenizers import Tokenizer
 
@@ -36,6 +39,10 @@ TokenizerOrNone = Annotated[
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL (.gz, .zst), Parquet or text files, or folders of them.")]
 Out = Annotated[Path, typer.Option(help="A new folder; one that a killed run left is gone on with.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Tokeniser threads. [default: the cores at hand]")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Tokenise on a Ray cluster: auto, HOST:PORT, or local for this machine. [default: threads]"),
+]
 ShardSize = Annotated[int | None, typer.Option(min=1, help="Documents a shard. [default: 65536]")]
 OnErrorOption = Annotated[OnError, typer.Option(help="Lines that cannot be read: stop, or leave out and count.")]
 IdKey = Annotated[str, typer.Option(help="JSON key or Parquet column of the document id.")]
@@ -53,6 +60,14 @@ def register(app: typer.Typer) -> None:
     corpus.command("build")(build)
     corpus.command("verify")(verify_corpus)
     app.add_typer(corpus, name="corpus")
+
+
+def _encoders(tokenizer: Tokenizer, address: str | None) -> AbstractContextManager[Encoders | None]:
+    if address is None:
+        return nullcontext()
+    from prism_fast.campaign.encoders import RayEncoders
+
+    return RayEncoders(tokenizer, address)
 
 
 def inspect(
@@ -138,6 +153,7 @@ def pack(
     tokenizer: TokenizerName = "gpt2",
     split: Annotated[str, typer.Option(help="train, val or test.")] = "train",
     workers: Workers = None,
+    address: Address = None,
     documents_per_shard: ShardSize = None,
     on_error: OnErrorOption = OnError.RAISE,
     id_key: IdKey = "id",
@@ -150,13 +166,14 @@ def pack(
 
     named = tokenizer_named(tokenizer)
     assert named is not None
-    with TerminalReporter() as reporter:
+    with TerminalReporter() as reporter, _encoders(named, address) as encoders:
         manifest = pack_files(
             inputs,
             out,
             named,
             split=split,
             workers=workers,
+            encoders=encoders,
             documents_per_shard=documents_per_shard or DOCUMENTS_PER_SHARD,
             on_error=on_error.value,
             id_key=id_key,
@@ -179,6 +196,7 @@ def build(
         str | None, typer.Option(help="sample-10BT, sample-100BT or sample-350BT: the official source, with its pins.")
     ] = None,
     workers: Workers = None,
+    address: Address = None,
     documents_per_shard: ShardSize = None,
     on_error: OnErrorOption = OnError.RAISE,
     id_key: IdKey = "id",
@@ -199,13 +217,14 @@ def build(
         dataset = Dataset(name=str(name), revision=revision, licence=licence, subset=subset)
     named = tokenizer_named(tokenizer)
     assert named is not None
-    with TerminalReporter() as reporter:
+    with TerminalReporter() as reporter, _encoders(named, address) as encoders:
         manifest = build_corpus(
             inputs,
             out,
             named,
             dataset=dataset,
             workers=workers,
+            encoders=encoders,
             documents_per_shard=documents_per_shard or DOCUMENTS_PER_SHARD,
             on_error=on_error.value,
             id_key=id_key,

@@ -17,6 +17,7 @@ from prism_fast.data.manifest import Dataset, InputCounts, Manifest, Partition, 
 from prism_fast.data.pack import (
     DOCUMENTS_PER_SHARD,
     JOURNAL,
+    Encoders,
     Progress,
     ProgressCallback,
     claimed,
@@ -286,6 +287,7 @@ def build_corpus(
     dataset: Dataset,
     documents_per_shard: int = DOCUMENTS_PER_SHARD,
     workers: int | None = None,
+    encoders: Encoders | None = None,
     on_error: str = "raise",
     id_key: str = "id",
     text_key: str = "text",
@@ -327,6 +329,7 @@ def build_corpus(
                       "dataset": dataset.model_dump()},
             documents_per_shard=documents_per_shard,
             workers=workers or default_workers(),
+            encoders=encoders,
             refuse=reader.refuse_tokens,
             progress=report,
         )  # fmt: skip

@@ -6,13 +6,14 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -133,25 +134,71 @@ def _runs(documents: Iterable[tuple[str, Document]]) -> Iterator[tuple[str, list
     yield from pending.items()
 
 
-def encode_in_order(documents: Iterable[tuple[str, Document]], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
-    """Tokenises over `workers` threads; results come in input order. Holds about 2 * workers runs in memory."""
-    runs = _runs(documents)
-    if workers == 1:
-        for split, run in runs:
-            yield encode_run(split, run, tokenizer)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[Encoded]] = deque()
-        try:
-            for split, run in runs:
-                waiting.append(pool.submit(encode_run, split, run, tokenizer))
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
+class Pending(Protocol):
+    """A run being tokenised."""
+
+    def result(self) -> Encoded: ...
+
+    def cancel(self) -> object: ...
+
+
+class Encoders(Protocol):
+    """Where runs are tokenised, `width` of them at a time."""
+
+    width: int
+
+    def submit(self, split: str, documents: Sequence[Document]) -> Pending: ...
+
+
+class ThreadEncoders:
+    """`Encoders` on `workers` threads of this process: tiktoken releases the GIL."""
+
+    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
+        self.width = workers
+        self._tokenizer = tokenizer
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(workers)
+
+    def __enter__(self) -> ThreadEncoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def submit(self, split: str, documents: Sequence[Document]) -> Pending:
+        return self._pool.submit(self._encode, split, documents)
+
+    def _encode(self, split: str, run: Sequence[Document]) -> Encoded:
+        return encode_run(split, run, self._tokenizer)
+
+
+def encode_in_order(documents: Iterable[tuple[str, Document]], encoders: Encoders) -> Iterator[Encoded]:
+    """Tokenises documents; results come in input order. Holds about 2 * encoders.width runs in memory."""
+    waiting: deque[Pending] = deque()
+    try:
+        for split, run in _runs(documents):
+            waiting.append(encoders.submit(split, run))
+            if len(waiting) > 2 * encoders.width:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for pending in waiting:
+            pending.cancel()
+
+
+def _encoded(
+    documents: Iterable[tuple[str, Document]], tokenizer: Tokenizer, workers: int, encoders: Encoders | None
+) -> Iterator[Encoded]:
+    """By `encoders`, or by `workers` threads of this process; one worker is this thread."""
+    if encoders is not None:
+        yield from encode_in_order(documents, encoders)
+    elif workers == 1:
+        for split, run in _runs(documents):
+            yield encode_run(split, run, tokenizer)
+    else:
+        with ThreadEncoders(tokenizer, workers) as threads:
+            yield from encode_in_order(documents, threads)
 
 
 class _SplitWriter:
@@ -241,6 +288,7 @@ def pack_splits(
     identity: Mapping[str, Any],
     documents_per_shard: int,
     workers: int,
+    encoders: Encoders | None = None,
     refuse: Callable[[DataError], None],
     progress: Callable[[SplitEntry], None] | None = None,
 ) -> dict[str, SplitEntry]:
@@ -280,7 +328,7 @@ def pack_splits(
             else:
                 yield split, document
 
-    runs = encode_in_order(rest(), tokenizer, workers)
+    runs = _encoded(rest(), tokenizer, workers, encoders)
     try:
         for run in runs:
             for error in run.refused:
@@ -346,6 +394,7 @@ def pack(
     dataset: Dataset | None = None,
     documents_per_shard: int = DOCUMENTS_PER_SHARD,
     workers: int | None = None,
+    encoders: Encoders | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     id_key: str = "id",
     text_key: str = "text",
@@ -354,8 +403,9 @@ def pack(
     """Packs files or folders (JSONL, Parquet, text) into `out`, in input order, as one split, and writes MANIFEST.json.
 
     A killed packer goes on when called again with the same arguments; `workers` (default: the cores at hand) may
-    differ. Memory is bounded by the workers and the longest document. Raises UsageError (nothing to read, a folder
-    that holds something else), DataError naming file and line (unless `on_error="skip"`, which counts), OSError.
+    differ, and so may `encoders`, which tokenise elsewhere (`campaign.encoders`). Memory is bounded by the workers and
+    the longest document. Raises UsageError (nothing to read, a folder that holds something else), DataError naming
+    file and line (unless `on_error="skip"`, which counts), OSError.
     """
     if split not in SPLITS:
         raise UsageError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
@@ -370,6 +420,7 @@ def pack(
         dataset=dataset or Dataset(name="unnamed"),
         documents_per_shard=documents_per_shard,
         workers=workers,
+        encoders=encoders,
         progress=progress,
     )
 
@@ -384,6 +435,7 @@ def pack_given(
     dataset: Dataset,
     documents_per_shard: int,
     workers: int | None,
+    encoders: Encoders | None = None,
     progress: ProgressCallback | None,
 ) -> Manifest:
     """Packs (split, document) pairs that `reader` yields, in its order, and writes the manifest."""
@@ -404,6 +456,7 @@ def pack_given(
                       "on_error": reader.on_error},
             documents_per_shard=documents_per_shard,
             workers=workers or default_workers(),
+            encoders=encoders,
             refuse=reader.refuse_tokens,
             progress=report,
         )  # fmt: skip

@@ -121,6 +121,13 @@ class Tokenizer:
             raise ValueError(f"token id {bad[0]}: expected 0 to {self.n_vocab - 1} for tokenizer {self.name!r}")
         return self._table.decode(ids.astype(np.uint32))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By what it is made of: tiktoken's own way is to look the name up, and to download it."""
+        if self.encoding is None:
+            return reference_tokenizer, (self.name,)
+        made_of = (self.encoding._mergeable_ranks, self.encoding._pat_str, self.encoding._special_tokens)
+        return _from_ranks, (self.name, *made_of)
+
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, n_vocab={self.n_vocab}, fingerprint={self.fingerprint[:12]})"
 
