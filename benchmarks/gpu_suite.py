@@ -157,8 +157,8 @@ class Suite:
             raise AssertionError(f"{what}: error {error:.3g} over {bound:.3g} (values up to {scale:.3g})")
 
     def equal_bits(self, what: str, a: Any, b: Any) -> None:
-        view = self.torch.uint8
-        if not self.torch.equal(a.contiguous().view(view), b.contiguous().view(view)):
+        mine, others = (tensor.reshape(-1).contiguous().view(self.torch.uint8) for tensor in (a, b))
+        if a.dtype != b.dtype or a.shape != b.shape or not self.torch.equal(mine, others):
             raise AssertionError(f"{what}: bits differ")
 
 
@@ -682,7 +682,8 @@ def table(suite: Suite) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_suite.json")
+    default = Path(__file__).parent / "results" / "gpu_suite.json"
+    parser.add_argument("--out", type=Path, help="[default: results/gpu_suite.json; of a dry run: nowhere]")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if arguments.dry_run:
@@ -718,9 +719,11 @@ def main() -> int:
         "profiles": suite.profiles,
         "seconds": round(time.monotonic() - suite.started, 1),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"rows written to {arguments.out.name}")
+    out = arguments.out or (None if suite.dry else default)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"rows written to {out.name}")
     print(table(suite))
     return 1 if any(row["passed"] is False for row in suite.checks) else 0
 
