@@ -59,6 +59,18 @@ def test_sealed_gives_the_bits_of_open(score, architecture, training):
     assert engine.weights_sha256 == opened.manifest().engine.weights_sha256
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("example", sorted(p.parent.name for p in (ROOT / "examples").glob("*/architecture.py")))
+def test_an_example_scores_sealed_what_it_scores_open(score, example):
+    options = ("--seq-len=128", "--step-budget=4", "--val-byte-budget=1500")
+    runs = [
+        score(bundle=ROOT / "examples" / example, options=(*options, *seal), out=f"run{len(seal)}")
+        for seal in ((), SEALED)
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert fields(runs[0]) == fields(runs[1])
+
+
 def test_two_sealed_ranks_give_the_bits_of_two_open_ranks(score):
     options = ("--nproc=2", "--seq-len=128", "--step-budget=2")
     example = ROOT / "examples" / "ssm_tiny"
