@@ -1,9 +1,6 @@
 #include "token_stream.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -46,16 +43,6 @@ PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* a, std::
 }
 PRISM_CLONES std::uint64_t widen(const std::uint64_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
   return widen_loop(in, a, b, n);
-}
-
-constexpr int kSpins = 1000;  // 10 to 50 microseconds
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
 }
 
 std::uint64_t text_elements(const Shard& shard, Basis basis) {
@@ -257,7 +244,8 @@ TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table,
       config_(config),
       tokens_(tokens),
       targets_(targets),
-      owner_(::getpid()) {
+      cursor_(shards_, *table_, config_.basis, config_.end_of_text),
+      position_(kUnknown) {
   const auto require = [](bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
   };
@@ -281,21 +269,23 @@ TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table,
   require(config_.start_batch <= batches_, "start_batch " + std::to_string(config_.start_batch) + ": the stream has " +
                                                std::to_string(batches_) + " batches");
   ring_.resize(slots(config_.prefetch));
-  reader_ = std::thread([this] { run(); });
+  ReadAhead::Config ahead;
+  ahead.steps = batches_;
+  ahead.start = config_.start_batch;
+  ahead.prefetch = config_.prefetch;
+  ahead.in_order = true;
+  ahead.forked =
+      "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it again "
+      "in this process";
+  ahead_ = std::make_unique<ReadAhead>(std::move(ahead),
+                                       [this](std::uint64_t local, std::size_t slot) { read(local, slot); });
 }
 
 void TokenStream::Deleter::operator()(TokenStream* stream) const {
-  if (stream->owner_ == ::getpid()) delete stream;
+  if (!stream->ahead_->forked()) delete stream;
 }
 
-TokenStream::~TokenStream() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  wanted_.notify_all();
-  reader_.join();
-}
+TokenStream::~TokenStream() = default;
 
 StreamPlan TokenStream::make_plan() const {
   StreamPlan plan;
@@ -329,85 +319,49 @@ StreamPlan TokenStream::make_plan() const {
   return plan;
 }
 
-void TokenStream::fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& batch) {
+void TokenStream::fill(StreamBatch& batch) {
   const std::uint64_t width = config_.seq_len;
   const std::uint64_t first_row = batch.index * config_.batch_size;
   batch.rows = std::min(config_.batch_size, plan_.rows - first_row);
   std::int64_t* tokens = tokens_.data() + batch.slot * config_.batch_size * width;
   std::int64_t* targets = targets_.data() + batch.slot * config_.batch_size * width;
   for (std::uint64_t row = 0; row < batch.rows; ++row, tokens += width, targets += width) {
-    tokens[0] = carry;
-    if (cursor.pull(tokens + 1, targets, width - 1) != width - 1) {
+    tokens[0] = carry_;
+    if (cursor_.pull(tokens + 1, targets, width - 1) != width - 1) {
       throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
-    carry = tokens[width - 1];
+    carry_ = tokens[width - 1];
     targets[width - 1] = kIgnore;
   }
-  batch.counts = cursor.take_counts();
+  batch.counts = cursor_.take_counts();
   batch.documents = batch.counts.special + (batch.index == 0 ? 1 : 0);
 }
 
-void TokenStream::run() {
-  try {
-    StreamCursor cursor(shards_, *table_, config_.basis, config_.end_of_text);
+/// Reads this rank's batch `local`, passing over those of other ranks.
+void TokenStream::read(std::uint64_t local, std::size_t slot) {
+  StreamBatch batch;
+  batch.index = local * config_.world + config_.rank;
+  batch.slot = slot;
+  if (position_ != batch.index) {
     const std::uint64_t targets_a_batch = config_.batch_size * (config_.seq_len - 1);
-    std::int64_t carry = 0;             // last element of the row before: the first of the next
-    std::uint64_t position = kUnknown;  // global batch that `carry` opens
-    for (std::uint64_t local = config_.start_batch; local < batches_; ++local) {
-      StreamBatch batch;
-      batch.index = local * config_.world + config_.rank;
-      if (position != batch.index) {
-        const std::uint64_t gap = batch.index - (position == kUnknown ? 0 : position);
-        cursor.skip(gap * targets_a_batch - (position == kUnknown ? 0 : 1));
-        std::int64_t unused = 0;
-        if (cursor.pull(&carry, &unused, 1) != 1) {
-          throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
-        }
-        cursor.take_counts();  // another rank's
-      }
-      position = batch.index + 1;
-      batch.slot = (local - config_.start_batch) % ring_.size();
-      {
-        std::unique_lock lock(mutex_);
-        wanted_.wait(lock, [&] { return stop_ || filled_ < taken_ + config_.prefetch; });
-        if (stop_) return;
-      }
-      fill(cursor, carry, batch);
-      {
-        const std::lock_guard lock(mutex_);
-        ring_[batch.slot] = batch;
-        ++filled_;
-      }
-      ready_.notify_one();
+    const std::uint64_t gap = batch.index - (position_ == kUnknown ? 0 : position_);
+    cursor_.skip(gap * targets_a_batch - (position_ == kUnknown ? 0 : 1));
+    std::int64_t unused = 0;
+    if (cursor_.pull(&carry_, &unused, 1) != 1) {
+      throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
-  } catch (...) {
-    const std::lock_guard lock(mutex_);
-    failure_ = std::current_exception();
-    ready_.notify_one();
+    cursor_.take_counts();  // another rank's
   }
+  position_ = batch.index + 1;
+  fill(batch);
+  ring_[slot] = batch;
 }
 
 TokenStream::Wait TokenStream::next(StreamBatch& batch, unsigned milliseconds) {
-  if (::getpid() != owner_) {
-    throw std::runtime_error(
-        "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it "
-        "again in this process");
-  }
-  // The reader takes a few microseconds a batch, less than it takes to put this thread to sleep and wake it again: look
-  // for a moment first (measured: a third less time a batch). A consumer that computes in between never waits here.
-  const bool more = config_.start_batch + taken_ < batches_;
-  for (int i = 0; more && i < kSpins && filled_.load(std::memory_order_acquire) == taken_; ++i) relax();
-  std::unique_lock lock(mutex_);
-  if (!more) return Wait::finished;
-  if (!ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return failure_ || taken_ < filled_; })) {
-    return Wait::timeout;
-  }
-  if (taken_ == filled_) std::rethrow_exception(failure_);  // batches read before the failure come first
-  batch = ring_[taken_ % ring_.size()];
-  ++taken_;
-  lock.unlock();
-  wanted_.notify_one();
-  return Wait::ready;
+  std::size_t slot = 0;
+  const Wait wait = ahead_->next(slot, milliseconds);
+  if (wait == Wait::ready) batch = ring_[slot];
+  return wait;
 }
 
 }  // namespace prism

@@ -2,17 +2,13 @@
 // that overlap by one, so that each element is a target exactly once. Read ahead by one thread, off the GIL.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
-#include <thread>
 #include <vector>
 
+#include "read_ahead.hpp"
 #include "shard.hpp"
 
 namespace prism {
@@ -101,9 +97,7 @@ class TokenStream {
     Basis basis = Basis::tokens;
     std::int64_t end_of_text = 0;
   };
-  /// Batches handed out before the oldest is overwritten: the last one, and the one before it.
-  static constexpr std::uint64_t kLent = 2;
-  static std::uint64_t slots(std::uint64_t prefetch) { return prefetch + kLent; }
+  static std::uint64_t slots(std::uint64_t prefetch) { return ReadAhead::slots(prefetch); }
 
   /// `tokens` and `targets`: [slots(prefetch), batch_size, seq_len], owned by the caller, alive as long as this.
   TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, std::span<std::int64_t> tokens,
@@ -112,8 +106,7 @@ class TokenStream {
   TokenStream(const TokenStream&) = delete;
   TokenStream& operator=(const TokenStream&) = delete;
 
-  /// In a forked child the reader thread does not exist and its condition variables count a waiter that never leaves:
-  /// nothing of the object may be destroyed there, so it is left to the end of the process.
+  /// See ReadAhead::forked.
   struct Deleter {
     void operator()(TokenStream* stream) const;
   };
@@ -121,14 +114,14 @@ class TokenStream {
   const StreamPlan& plan() const { return plan_; }
   std::uint64_t batches() const { return batches_; }  // of this rank
 
-  enum class Wait { ready, finished, timeout };
+  using Wait = ReadAhead::Wait;
   /// Waits up to `milliseconds` for the next batch. Rethrows what ended the reader.
   Wait next(StreamBatch& batch, unsigned milliseconds);
 
  private:
   StreamPlan make_plan() const;
-  void run();
-  void fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& batch);
+  void read(std::uint64_t local, std::size_t slot);
+  void fill(StreamBatch& batch);
 
   Shards shards_;
   std::shared_ptr<const TokenTable> table_;
@@ -137,17 +130,14 @@ class TokenStream {
   std::span<std::int64_t> targets_;
   StreamPlan plan_;
   std::uint64_t batches_ = 0;
-  int owner_;  // process that started the reader: threads do not survive a fork
-
-  std::mutex mutex_;
-  std::condition_variable ready_;   // something to hand out
-  std::condition_variable wanted_;  // room to read into
   std::vector<StreamBatch> ring_;
-  std::atomic<std::uint64_t> filled_ = 0;  // batches read since the start
-  std::uint64_t taken_ = 0;                // batches handed out since the start
-  bool stop_ = false;
-  std::exception_ptr failure_;
-  std::thread reader_;
+
+  // Where the reading is; whoever reads a batch has them alone.
+  StreamCursor cursor_;
+  std::int64_t carry_ = 0;  // last element of the row before: the first of the next
+  std::uint64_t position_;  // global batch that `carry_` opens
+
+  std::unique_ptr<ReadAhead> ahead_;  // last: its thread uses all of the above
 };
 
 }  // namespace prism
