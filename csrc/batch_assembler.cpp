@@ -6,49 +6,8 @@
 #include <type_traits>
 #include <utility>
 
-// AVX2 widens 16-bit ids twice as fast as the baseline; the clone is chosen once, when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
-#define PRISM_WIDE __attribute__((target_clones("avx2", "default")))
-#else
-#define PRISM_WIDE
-#endif
-
 namespace prism {
 namespace {
-
-constexpr std::int64_t kIgnore = -100;  // the target of nobody: torch's ignore_index
-
-// Writes each id twice, as input and as the target of the position before, and returns the largest: the source is read
-// once, and the check against the vocabulary costs no pass of its own.
-template <class Stored, class Token>
-[[gnu::always_inline]] inline std::uint64_t widen_twice(const Stored* in, Token* tokens, Token* targets,
-                                                        std::uint64_t n) {
-  Stored largest = 0;
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const Stored id = in[i];
-    tokens[i] = static_cast<Token>(id);
-    targets[i] = static_cast<Token>(id);
-    largest = std::max(largest, id);
-  }
-  return largest;
-}
-
-PRISM_WIDE std::uint64_t widen(const std::uint16_t* in, std::int64_t* tokens, std::int64_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint16_t* in, std::int32_t* tokens, std::int32_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint32_t* in, std::int64_t* tokens, std::int64_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint32_t* in, std::int32_t* tokens, std::int32_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-template <class Stored, class Token>
-std::uint64_t widen(const Stored* in, Token* tokens, Token* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
 
 // The words are put together only when they are needed: they took a third of the time of a small block.
 template <class Words>

@@ -8,11 +8,11 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <variant>
 #include <vector>
 
 #include "read_ahead.hpp"
 #include "shard.hpp"
+#include "widen.hpp"
 
 namespace prism {
 
@@ -34,16 +34,9 @@ struct RowOrder {
   }
 };
 
-template <class Id>
-struct TokenBuffers {
-  using Token = Id;
-  std::span<Id> tokens;   // [slots, capacity]; a block takes its first rows x width, row-major
-  std::span<Id> targets;  // the same
-};
-
 // Everything a block is written to. All of it stays the caller's and must outlive the assembler.
 struct BlockBuffers {
-  std::variant<TokenBuffers<std::int64_t>, TokenBuffers<std::int32_t>> ids;
+  IdBuffers ids;                       // [slots, capacity]; a block takes its first rows x width, row-major
   std::span<std::int64_t> lengths;     // [slots, max_rows]: positions in use, the first (context) included
   std::span<std::int32_t> cu_lengths;  // [slots, max_rows + 1]: running sum of lengths
   std::span<std::int64_t> bytes;       // [slots, max_rows]: UTF-8 bytes of the row's targets

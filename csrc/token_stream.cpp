@@ -1,49 +1,16 @@
 #include "token_stream.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-// AVX2 widens u16 to int64 twice as fast as the SSE2 baseline; the loader picks the clone the machine can run.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
-#define PRISM_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define PRISM_CLONES
-#endif
-
 namespace prism {
 namespace {
 
-constexpr std::int64_t kIgnore = -100;                    // torch's ignore_index
 constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens read or looked up in one piece: stays in cache
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
-
-/// Widens to int64, twice, and returns the largest id, so that the range check costs no second pass.
-template <typename T>
-inline __attribute__((always_inline)) std::uint64_t widen_loop(const T* in, std::int64_t* a, std::int64_t* b,
-                                                               std::size_t n) {
-  T largest = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    a[i] = static_cast<std::int64_t>(in[i]);
-    b[i] = static_cast<std::int64_t>(in[i]);
-    largest = std::max(largest, in[i]);
-  }
-  return largest;
-}
-
-PRISM_CLONES std::uint64_t widen(const std::uint8_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint16_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint64_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
 
 std::uint64_t text_elements(const Shard& shard, Basis basis) {
   return basis == Basis::tokens ? shard.tokens() : shard.utf8_bytes_total();
@@ -129,25 +96,25 @@ std::span<const std::byte> StreamCursor::upcoming() {
   return rest.first(std::min<std::size_t>(rest.size(), static_cast<std::size_t>((range_.length - token_) * width)));
 }
 
-std::uint64_t StreamCursor::pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull_tokens(Token* tokens, Token* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
   const auto stored = upcoming();
   const std::uint64_t take = std::min<std::uint64_t>(count, stored.size() / shard.token_width());
-  const std::uint64_t largest = with_token_type(shard.token_width(), stored, [&](const auto* ids) {
-    return widen(ids, tokens, targets, static_cast<std::size_t>(take));
+  with_token_type(shard.token_width(), stored, [&](const auto* ids) {
+    if (widen(ids, tokens, targets, static_cast<std::size_t>(take)) < table_.n_vocab()) return;
+    // In what is stored: what was written may have lost bits.
+    const auto* const at = std::find_if(ids, ids + take, [&](std::uint64_t id) { return id >= table_.n_vocab(); });
+    bad_id(shard, token_ + static_cast<std::uint64_t>(at - ids), *at);
   });
-  if (largest >= table_.n_vocab()) {
-    const auto* at = std::find_if(tokens, tokens + take,
-                                  [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
-    bad_id(shard, token_ + static_cast<std::uint64_t>(at - tokens), static_cast<std::uint64_t>(*at));
-  }
   token_ += take;
   counts_.scored += take;
   return take;
 }
 
 /// Emits up to `count` bytes of the current record; without places to write to it only passes over them.
-std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull_bytes(Token* tokens, Token* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
   const auto stored = upcoming();
   std::uint64_t done = 0;
@@ -159,7 +126,7 @@ std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targe
       const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
       if (tokens != nullptr) {
         for (std::uint64_t k = 0; k < take; ++k) {
-          tokens[done + k] = targets[done + k] = std::to_integer<std::int64_t>(bytes[k]);
+          tokens[done + k] = targets[done + k] = std::to_integer<Token>(bytes[k]);
         }
       }
       done += take;
@@ -177,12 +144,13 @@ std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targe
   return done;
 }
 
-std::uint64_t StreamCursor::pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull(Token* tokens, Token* targets, std::uint64_t count) {
   std::uint64_t done = 0;
   while (done < count) {
     if (!inside_) {
       if (!enter_document()) break;
-      tokens[done] = targets[done] = end_of_text_;
+      tokens[done] = targets[done] = static_cast<Token>(end_of_text_);
       ++done;
       ++counts_.special;
     } else {
@@ -193,6 +161,9 @@ std::uint64_t StreamCursor::pull(std::int64_t* tokens, std::int64_t* targets, st
   }
   return done;
 }
+
+template std::uint64_t StreamCursor::pull(std::int64_t*, std::int64_t*, std::uint64_t);
+template std::uint64_t StreamCursor::pull(std::int32_t*, std::int32_t*, std::uint64_t);
 
 std::uint64_t StreamCursor::skip(std::uint64_t count) {
   std::uint64_t done = 0;
@@ -228,7 +199,7 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
       counts_.scored += take;
       done += take;
     } else {
-      done += pull_bytes(nullptr, nullptr, count - done);
+      done += pull_bytes<std::int64_t>(nullptr, nullptr, count - done);
     }
     if (token_ == range_.length) leave_document();
   }
@@ -237,13 +208,11 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
 
 // ------------------------------------------------------------------------------------------------ stream
 
-TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config,
-                         std::span<std::int64_t> tokens, std::span<std::int64_t> targets)
+TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, IdBuffers buffers)
     : shards_(std::move(shards)),
       table_(std::move(table)),
       config_(config),
-      tokens_(tokens),
-      targets_(targets),
+      buffers_(buffers),
       cursor_(shards_, *table_, config_.basis, config_.end_of_text),
       position_(kUnknown) {
   const auto require = [](bool holds, const std::string& what) {
@@ -259,8 +228,14 @@ TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table,
   require(config_.rank < config_.world,
           "rank " + std::to_string(config_.rank) + ": expected a rank below world " + std::to_string(config_.world));
   const std::uint64_t size = slots(config_.prefetch) * config_.batch_size * config_.seq_len;
-  require(tokens_.size() == size && targets_.size() == size,
-          "stream buffers: expected " + std::to_string(size) + " elements each");
+  std::visit(
+      [&](const auto& ids) {
+        require(ids.tokens.size() == size && ids.targets.size() == size,
+                "stream buffers: expected " + std::to_string(size) + " elements each");
+      },
+      buffers_);
+  require(table_->n_vocab() <= static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()),
+          "a vocabulary of " + std::to_string(table_->n_vocab()) + " ids does not fit 32-bit tokens");
   for (const auto& shard : shards_) {
     require(shard->knows_utf8_bytes(), shard->path() + ": its UTF-8 lengths are unknown: open it with a tokenizer");
   }
@@ -319,19 +294,21 @@ StreamPlan TokenStream::make_plan() const {
   return plan;
 }
 
-void TokenStream::fill(StreamBatch& batch) {
+template <class Token>
+void TokenStream::fill(StreamBatch& batch, const TokenBuffers<Token>& buffers) {
   const std::uint64_t width = config_.seq_len;
   const std::uint64_t first_row = batch.index * config_.batch_size;
   batch.rows = std::min(config_.batch_size, plan_.rows - first_row);
-  std::int64_t* tokens = tokens_.data() + batch.slot * config_.batch_size * width;
-  std::int64_t* targets = targets_.data() + batch.slot * config_.batch_size * width;
+  batch.width = width;
+  Token* tokens = buffers.tokens.data() + batch.slot * config_.batch_size * width;
+  Token* targets = buffers.targets.data() + batch.slot * config_.batch_size * width;
   for (std::uint64_t row = 0; row < batch.rows; ++row, tokens += width, targets += width) {
-    tokens[0] = carry_;
+    tokens[0] = static_cast<Token>(carry_);
     if (cursor_.pull(tokens + 1, targets, width - 1) != width - 1) {
       throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
     carry_ = tokens[width - 1];
-    targets[width - 1] = kIgnore;
+    targets[width - 1] = static_cast<Token>(kIgnore);
   }
   batch.counts = cursor_.take_counts();
   batch.documents = batch.counts.special + (batch.index == 0 ? 1 : 0);
@@ -353,7 +330,7 @@ void TokenStream::read(std::uint64_t local, std::size_t slot) {
     cursor_.take_counts();  // another rank's
   }
   position_ = batch.index + 1;
-  fill(batch);
+  std::visit([&](const auto& ids) { fill(batch, ids); }, buffers_);
   ring_[slot] = batch;
 }
 

@@ -10,6 +10,7 @@
 
 #include "read_ahead.hpp"
 #include "shard.hpp"
+#include "widen.hpp"
 
 namespace prism {
 
@@ -33,7 +34,8 @@ class StreamCursor {
 
   /// Writes the next `count` elements to both places; returns how many there were (fewer only at the end of the
   /// stream). Two places because a row's tokens are the row's targets one column further.
-  std::uint64_t pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull(Token* tokens, Token* targets, std::uint64_t count);
   /// Passes over up to `count` elements without reading tokens of documents that lie wholly inside.
   std::uint64_t skip(std::uint64_t count);
   /// What was passed since the last call.
@@ -44,8 +46,10 @@ class StreamCursor {
   void leave_document();
   void settle();
   std::span<const std::byte> upcoming();
-  std::uint64_t pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
-  std::uint64_t pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull_tokens(Token* tokens, Token* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull_bytes(Token* tokens, Token* targets, std::uint64_t count);
   [[noreturn]] void bad_id(const Shard& shard, std::uint64_t token, std::uint64_t id) const;
 
   const Shards& shards_;
@@ -81,6 +85,7 @@ struct StreamBatch {
   std::uint64_t index = 0;  // over all ranks
   std::size_t slot = 0;
   std::uint64_t rows = 0;
+  std::uint64_t width = 0;      // seq_len
   std::uint64_t documents = 0;  // documents whose end-of-text is read here for the first time
   StreamCounts counts;          // of the targets
 };
@@ -99,9 +104,8 @@ class TokenStream {
   };
   static std::uint64_t slots(std::uint64_t prefetch) { return ReadAhead::slots(prefetch); }
 
-  /// `tokens` and `targets`: [slots(prefetch), batch_size, seq_len], owned by the caller, alive as long as this.
-  TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, std::span<std::int64_t> tokens,
-              std::span<std::int64_t> targets);
+  /// `buffers`: [slots(prefetch), batch_size, seq_len] each, owned by the caller, alive as long as this.
+  TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, IdBuffers buffers);
   ~TokenStream();
   TokenStream(const TokenStream&) = delete;
   TokenStream& operator=(const TokenStream&) = delete;
@@ -121,13 +125,13 @@ class TokenStream {
  private:
   StreamPlan make_plan() const;
   void read(std::uint64_t local, std::size_t slot);
-  void fill(StreamBatch& batch);
+  template <class Token>
+  void fill(StreamBatch& batch, const TokenBuffers<Token>& buffers);
 
   Shards shards_;
   std::shared_ptr<const TokenTable> table_;
   Config config_;
-  std::span<std::int64_t> tokens_;
-  std::span<std::int64_t> targets_;
+  IdBuffers buffers_;
   StreamPlan plan_;
   std::uint64_t batches_ = 0;
   std::vector<StreamBatch> ring_;
