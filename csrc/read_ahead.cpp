@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -121,9 +122,9 @@ ReadAhead::Wait ReadAhead::next(std::size_t& number, unsigned milliseconds) {
   lock.unlock();
   if (!workers_.empty()) {
     const Clock::time_point now = Clock::now();
-    const bool pays = now - left_ > kWakePays;
-    left_ = now;
-    if (pays && 2 * room >= config_.prefetch) wanted_.notify_all();
+    const Clock::duration step = now - std::exchange(left_, now);
+    const Clock::duration before = std::exchange(last_step_, step);  // one long step alone may be the scheduler's doing
+    if (std::min(step, before) > kWakePays && 2 * room >= config_.prefetch) wanted_.notify_all();
   }
   return Wait::ready;
 }

@@ -60,7 +60,8 @@ class ReadAhead {
   std::function<void(std::uint64_t, std::size_t)> work_;
   unsigned generation_;  // of the process, see forked()
   std::vector<Slot> slots_;
-  Clock::time_point left_;  // when the last step was handed out
+  Clock::time_point left_;       // when the last step was handed out
+  Clock::duration last_step_{};  // from one hand-out to the next
 
   std::mutex mutex_;
   std::condition_variable ready_;   // the consumer's next step is done
