@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -140,11 +141,20 @@ def encode_in_order(documents: Iterable[tuple[str, Document]], tokenizer: Tokeni
         for split, run in runs:
             yield encode_run(split, run, tokenizer)
         return
+    own = threading.local()
+
+    def encode(split: str, run: list[Document]) -> Encoded:
+        # A thread's first run with the shared tokenizer: where there is one only, a twin would take as long to make.
+        own.runs = getattr(own, "runs", 0) + 1
+        if own.runs == 2:
+            own.twin = tokenizer.twin()
+        return encode_run(split, run, tokenizer if own.runs == 1 else own.twin)
+
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque[Future[Encoded]] = deque()
         try:
             for split, run in runs:
-                waiting.append(pool.submit(encode_run, split, run, tokenizer))
+                waiting.append(pool.submit(encode, split, run))
                 if len(waiting) > 2 * workers:
                     yield waiting.popleft().result()
             while waiting:
