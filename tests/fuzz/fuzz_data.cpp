@@ -88,8 +88,7 @@ std::filesystem::path lay_out(Format format, const std::uint8_t* data, std::size
   return at(format == kMegatron ? "a.bin" : "a.ds");
 }
 
-/// Padded blocks of the records from the last to the first, some of them cut in two rows; the first row is out of
-/// range.
+/// Padded blocks of the records, or of their ends, from the last to the first; now and then of a row that is not there.
 void assemble_all(const prism::Shards& shards, std::uint8_t choice) {
   constexpr std::uint64_t kMaxRows = 3;
   constexpr std::uint64_t kCapacity = 4096;
