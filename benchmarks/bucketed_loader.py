@@ -9,8 +9,8 @@ fills new numpy arrays, as collators do (ours writes recycled buffers). They are
 bare loop over a list of record numbers, which is the least they can take; and as they are used, behind torch's
 `DataLoader` in this process (`num_workers=0`: a worker process adds the copy between processes).
 
-Widths decide how much memory has to be written: "bound" is memset over buffers of the same sizes, recycled, the least
-that a loader of tokens and targets in int64 can take on one core.
+Widths decide how much memory has to be written: "bound" is numpy filling buffers of the same sizes, recycled, with a
+constant (memset, a copy and torch's fill_ take longer), about the least for tokens and targets in int64 on one core.
 
 Peers that are not installed are left out. They are no dependency of the project; an environment of their own will do:
 `datasets` (Hugging Face), `megatron-core` and `mosaicml-streaming` from PyPI.
@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import Memory, machine, median, median_seconds, save
+from benchmarks.measure import machine, median, median_seconds, save
 from prism_fast.data import TokenLoader, bucket_plan, open_shard
 from prism_fast.data.synthetic import FIELD_LENGTHS, LogNormal, draw_lengths, write_synthetic_shard
 from prism_fast.data.tokenizers import reference_tokenizer
@@ -150,10 +150,10 @@ def our_batches(loader: TokenLoader, first: int, count: int) -> Iterator[Batch]:
         yield block.tokens, block.targets
 
 
-def filled(ring: Memory, widths: list[int], rows: int) -> Iterator[None]:
+def filled(ring: np.ndarray, widths: list[int], rows: int) -> Iterator[None]:
     for number, width in enumerate(widths):
-        ring.fill(number % 6, rows * width)
-        ring.fill(number % 6 + 6, rows * width)
+        ring[number % 6, 0, : rows * width].fill(EOT)
+        ring[number % 6, 1, : rows * width].fill(IGNORE)
         yield
 
 
@@ -179,7 +179,7 @@ def measure(name: str, lengths: np.ndarray, rows: int, count: int, repeats: int)
             loader = TokenLoader(path, plan, prefetch=prefetch)
             bodies["ours" if prefetch else "ours, prefetch=0"] = partial(our_batches, loader, count=count)
         bodies["bound: filling alone"] = lambda first: filled(ring, widths[first : first + count], rows)
-        ring = Memory(12, rows * max(widths))
+        ring = np.zeros((6, 2, rows * max(widths)), np.int64)
         for peer, (package, make) in PEERS.items():
             try:
                 importlib.metadata.version(package)

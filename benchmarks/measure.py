@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -11,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,18 +39,6 @@ def median_seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> di
             run()
             seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-class Memory:
-    """Places of int64 that are there already, to be written with memset: as fast as one core can write them."""
-
-    def __init__(self, places: int, size: int) -> None:
-        self._array = np.zeros((places, size), np.int64)
-        self._addresses = [row.ctypes.data for row in self._array]
-
-    def fill(self, place: int, count: int) -> None:
-        """Writes the first `count` elements of a place."""
-        ctypes.memset(self._addresses[place], 1, 8 * count)
 
 
 def median(values: list[float]) -> float:
