@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -121,10 +120,11 @@ ReadAhead::Wait ReadAhead::next(std::size_t& number, unsigned milliseconds) {
   const std::uint64_t room = taken_ + config_.prefetch - claimed_;
   lock.unlock();
   if (!workers_.empty()) {
+    // On average over some steps: a consumer may take several at once and compute then, and one long step among many
+    // short ones may be the scheduler's doing.
     const Clock::time_point now = Clock::now();
-    const Clock::duration step = now - std::exchange(left_, now);
-    const Clock::duration before = std::exchange(last_step_, step);  // one long step alone may be the scheduler's doing
-    if (std::min(step, before) > kWakePays && 2 * room >= config_.prefetch) wanted_.notify_all();
+    mean_step_ += (now - std::exchange(left_, now) - mean_step_) / 16;
+    if (mean_step_ > kWakePays && 2 * room >= config_.prefetch) wanted_.notify_all();
   }
   return Wait::ready;
 }

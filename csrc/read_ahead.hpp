@@ -61,7 +61,7 @@ class ReadAhead {
   unsigned generation_;  // of the process, see forked()
   std::vector<Slot> slots_;
   Clock::time_point left_;       // when the last step was handed out
-  Clock::duration last_step_{};  // from one hand-out to the next
+  Clock::duration mean_step_{};  // from one hand-out to the next, of late
 
   std::mutex mutex_;
   std::condition_variable ready_;   // the consumer's next step is done

@@ -93,7 +93,8 @@ class TokenLoader(Iterator[Block]):
         seq_len: positions a row has at most (packed: exactly). None: as long as the longest record.
         rank, world: rank r takes micro-batches r, r + world, ...; a remainder is dropped, see `dropped`.
         seed: of the order, when it is planned here (default 0); otherwise what the plan's seed must be.
-        prefetch: blocks assembled ahead; 0: none, no threads (packed rows always have one reader).
+        prefetch: blocks assembled ahead; 0: none, no threads (packed rows always have one reader). A consumer that
+            takes under 50 us a block has them assembled in its own thread, which is faster than waking another.
         over: what becomes of records longer than `seq_len`: "truncate", "split" or "drop" (see `fit_rows`).
         token_budget: rows x width of a block at most, end-of-text included, when the order is planned here.
         dtype: of tokens and targets.
