@@ -3,9 +3,14 @@
     python -m benchmarks.bucketed_loader [--batches 1000]
 
 Every loader serves the same micro-batches in the same order from its own file format, warm in the page cache: int64
-tokens and targets, end-of-text first, padded to the longest row. The peers hand out records; they share one collator,
-which fills preallocated numpy arrays. They are called directly, in this process: no `DataLoader` in front, which would
-only add to their time.
+tokens and targets, end-of-text first, padded to the longest row. Each repeat reads micro-batches that none before it
+read, as an epoch does: nothing is warm that would not be. The peers hand out records; they share one collator, which
+fills new numpy arrays, as collators do (ours writes recycled buffers). They are measured twice: called directly, in a
+bare loop over a list of record numbers, which is the least they can take; and as they are used, behind torch's
+`DataLoader` in this process (`num_workers=0`: a worker process adds the copy between processes).
+
+Widths decide how much memory has to be written: "bound" is numpy filling buffers of the same sizes, recycled, with a
+constant (memset, a copy and torch's fill_ take longer), about the least for tokens and targets in int64 on one core.
 
 Peers that are not installed are left out. They are no dependency of the project; an environment of their own will do:
 `datasets` (Hugging Face), `megatron-core` and `mosaicml-streaming` from PyPI.
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import importlib.metadata
+import itertools
 import json
 import logging
 import sys
@@ -23,6 +29,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +133,28 @@ def peer_batches(fetch: Fetch, order: list[list[int]]) -> Iterator[Batch]:
     return (collate(fetch(ids)) for ids in order)
 
 
-def our_batches(loader: TokenLoader, start: dict[str, Any], count: int) -> Iterator[Batch]:
-    loader.load_state_dict(start)
-    for block in loader:
+class _Records:
+    """A peer as `DataLoader` takes it, all records of a micro-batch at once."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.__getitems__ = fetch
+
+
+def data_loader_batches(fetch: Fetch, order: list[list[int]]) -> Iterator[Batch]:
+    return iter(torch.utils.data.DataLoader(_Records(fetch), batch_sampler=order, collate_fn=collate))  # type: ignore
+
+
+def our_batches(loader: TokenLoader, first: int, count: int) -> Iterator[Batch]:
+    loader.load_state_dict({**loader.state_dict(), "next_step": first})
+    for block in itertools.islice(loader, count):
         yield block.tokens, block.targets
-        if block.index + 1 == count:
-            break
+
+
+def filled(ring: np.ndarray, widths: list[int], rows: int) -> Iterator[None]:
+    for number, width in enumerate(widths):
+        ring[number % 6, 0, : rows * width].fill(EOT)
+        ring[number % 6, 1, : rows * width].fill(IGNORE)
+        yield
 
 
 def drain(batches: Iterator[Batch]) -> None:
@@ -146,40 +169,49 @@ def measure(name: str, lengths: np.ndarray, rows: int, count: int, repeats: int)
         write_synthetic_shard(path, lengths, reference_tokenizer("gpt2"), seed=0)
         shard = open_shard(path)
         plan = bucket_plan(shard.lengths, rows, 4 * rows, seed=1)
-        count = min(count, len(plan) - 1)
-        order = [plan[k].tolist() for k in range(count)]
-        tokens = int(lengths[plan.records[: count * rows]].sum())
+        count = min(count, (len(plan) - 1) // (repeats + 1))
+        order = [plan[k].tolist() for k in range(count * (repeats + 1))]
+        widths = [int(lengths[ids].max()) + 1 for ids in order]
+        tokens = int(lengths[plan.records[: len(order) * rows]].sum()) // (repeats + 1)
 
-        loaders = {"ours": TokenLoader(path, plan), "ours, prefetch=0": TokenLoader(path, plan, prefetch=0)}
-        start = loaders["ours"].state_dict()
-        runs: dict[str, Callable[[], None]] = {
-            name: lambda loader=loader: drain(our_batches(loader, start, count)) for name, loader in loaders.items()
-        }
+        bodies: dict[str, Callable[[int], Iterator[Any]]] = {}
+        for prefetch in (4, 0):
+            loader = TokenLoader(path, plan, prefetch=prefetch)
+            bodies["ours" if prefetch else "ours, prefetch=0"] = partial(our_batches, loader, count=count)
+        bodies["bound: filling alone"] = lambda first: filled(ring, widths[first : first + count], rows)
+        ring = np.zeros((6, 2, rows * max(widths)), np.int64)
         for peer, (package, make) in PEERS.items():
             try:
                 importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
             fetch = make(shard, folder)
-            ours = our_batches(loaders["ours"], start, count)
-            for (mine, my_targets), (theirs, their_targets) in zip(ours, peer_batches(fetch, order[:50]), strict=False):
-                assert torch.equal(mine, theirs) and torch.equal(my_targets, their_targets), peer
-            runs[peer] = lambda fetch=fetch: drain(peer_batches(fetch, order))
+            for way, batches in (("", peer_batches), (" + DataLoader", data_loader_batches)):
+                ours = our_batches(loader, 0, 50)
+                for mine, theirs in zip(ours, batches(fetch, order[:50]), strict=True):
+                    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1]), peer
+                bodies[peer + way] = lambda first, fetch=fetch, batches=batches: batches(
+                    fetch, order[first : first + count]
+                )
+        turns = {name: itertools.count(0, count) for name in bodies}
+        runs = {name: lambda body=body, turn=turns[name]: drain(body(next(turn))) for name, body in bodies.items()}
         seconds = median_seconds(runs, repeats)
 
     print(f"\n{name}: {len(lengths):,} records, mean {lengths.mean():.0f} tokens, {count} micro-batches of {rows}")
-    print(f"{'loader':>26}{'us/batch':>10}{'M tokens/s':>12}{'ours is':>9}{'(prefetch=0)':>14}")
+    print(f"{'loader':>38}{'us/batch':>10}{'M tokens/s':>12}{'ours is':>9}{'(prefetch=0)':>14}")
     ours, alone = median(seconds["ours"]), median(seconds["ours, prefetch=0"])
     result = []
     for loader, values in seconds.items():
         taken = median(values)
         print(
-            f"{loader:>26}{taken / count * 1e6:>10.1f}{tokens / taken / 1e6:>12.1f}{taken / ours:>8.1f}x"
+            f"{loader:>38}{taken / count * 1e6:>10.1f}{tokens / taken / 1e6:>12.1f}{taken / ours:>8.1f}x"
             f"{taken / alone:>13.1f}x"
         )
         result.append(
-            {"corpus": name, "rows": rows, "batches": count, "tokens": tokens, "loader": loader, "seconds": values}
-        )
+            {"corpus": name, "rows": rows, "batches": count, "tokens": tokens, "loader": loader,
+             "us_per_batch": taken / count * 1e6, "ours_over_it": taken / ours, "alone_over_it": taken / alone,
+             "seconds": values}
+        )  # fmt: skip
     return result
 
 
@@ -199,8 +231,8 @@ def main() -> None:
     print(machine(), json.dumps(versions))
     rows = []
     for name, distribution, records in (
-        ("short documents", LogNormal(250, 0.8, 8, 8192), 30_000),
-        ("field notes", FIELD_LENGTHS, 12_000),
+        ("short documents", LogNormal(250, 0.8, 8, 8192), 60_000),
+        ("field notes", FIELD_LENGTHS, 24_000),
     ):
         lengths = draw_lengths(records, distribution, 1)
         for micro_batch in (2, 8):

@@ -1,6 +1,6 @@
 """What does packing cost over tokenising alone, and are threads or processes the better workers?
 
-    python -m benchmarks.packer [--copies 8] [--repeats 7]
+    python -m benchmarks.packer [--copies 32] [--repeats 5]
 
 The text is the sample corpus, repeated. The peer is tiktoken's `encode_ordinary` on the same cores: in one thread,
 with tiktoken's own batch threads, and in processes that get chunks of documents. Packing reads JSONL, tokenises, checks
@@ -38,8 +38,8 @@ def encode(texts: list[str]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--copies", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--copies", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     asset = resources.files("prism_fast.data").joinpath("assets", "kjv-chapters.jsonl.gz")
     texts = [orjson.loads(line)["text"] for line in gzip.decompress(asset.read_bytes()).splitlines()]

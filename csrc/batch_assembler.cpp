@@ -1,60 +1,18 @@
 #include "batch_assembler.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
 
-// AVX2 widens 16-bit ids twice as fast as the baseline; the clone is chosen once, when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
-#define PRISM_WIDE __attribute__((target_clones("avx2", "default")))
-#else
-#define PRISM_WIDE
-#endif
-
 namespace prism {
 namespace {
 
-constexpr std::int64_t kIgnore = -100;  // the target of nobody: torch's ignore_index
-
-// Writes each id twice, as input and as the target of the position before, and returns the largest: the source is read
-// once, and the check against the vocabulary costs no pass of its own.
-template <class Stored, class Token>
-[[gnu::always_inline]] inline std::uint64_t widen_twice(const Stored* in, Token* tokens, Token* targets,
-                                                        std::uint64_t n) {
-  Stored largest = 0;
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const Stored id = in[i];
-    tokens[i] = static_cast<Token>(id);
-    targets[i] = static_cast<Token>(id);
-    largest = std::max(largest, id);
-  }
-  return largest;
-}
-
-PRISM_WIDE std::uint64_t widen(const std::uint16_t* in, std::int64_t* tokens, std::int64_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint16_t* in, std::int32_t* tokens, std::int32_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint32_t* in, std::int64_t* tokens, std::int64_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-PRISM_WIDE std::uint64_t widen(const std::uint32_t* in, std::int32_t* tokens, std::int32_t* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-template <class Stored, class Token>
-std::uint64_t widen(const Stored* in, Token* tokens, Token* targets, std::uint64_t n) {
-  return widen_twice(in, tokens, targets, n);
-}
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument(what);
+// The words are put together only when they are needed: they took a third of the time of a small block.
+template <class Words>
+void require(bool holds, const Words& words) {
+  if (!holds) throw std::invalid_argument(words());
 }
 
 }  // namespace
@@ -68,64 +26,60 @@ BatchAssembler::BatchAssembler(std::vector<std::shared_ptr<const Shard>> shards,
       table_of_rows_(table_of_rows),
       order_(order),
       buffers_(buffers),
-      config_(config),
-      owner_(::getpid()) {
+      config_(config) {
   for (const auto& shard : shards_) {
-    require(shard->knows_utf8_bytes(), shard->path() + ": its UTF-8 lengths are unknown: open it with a tokenizer");
+    require(shard->knows_utf8_bytes(),
+            [&] { return shard->path() + ": its UTF-8 lengths are unknown: open it with a tokenizer"; });
     first_record_.push_back(first_record_.back() + shard->records());
   }
-  require(order_.micro_batch > 0 || !order_.starts.empty(), "micro_batch must be at least 1 row");
+  require(order_.micro_batch > 0 || !order_.starts.empty(), [] { return "micro_batch must be at least 1 row"; });
   require(table_of_rows_.record.size() == table_of_rows_.start.size() &&
               table_of_rows_.record.size() == table_of_rows_.length.size(),
-          "the columns of the row table differ in size");
-  require(config_.world > 0 && config_.rank < config_.world,
-          "rank " + std::to_string(config_.rank) + " is not below world " + std::to_string(config_.world));
+          [] { return "the columns of the row table differ in size"; });
+  require(config_.world > 0 && config_.rank < config_.world, [&] {
+    return "rank " + std::to_string(config_.rank) + " is not below world " + std::to_string(config_.world);
+  });
   require(table_->n_vocab() <= static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()),
-          "a vocabulary of " + std::to_string(table_->n_vocab()) + " ids does not fit 32-bit tokens");
-  require(buffers_.capacity <= static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()),
-          "a block of " + std::to_string(buffers_.capacity) +
-              " tokens: cu_seqlens can count to 2^31 - 1; set seq_len, or plan smaller micro-batches");
+          [&] { return "a vocabulary of " + std::to_string(table_->n_vocab()) + " ids does not fit 32-bit tokens"; });
+  require(buffers_.capacity <= static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()), [&] {
+    return "a block of " + std::to_string(buffers_.capacity) +
+           " tokens: cu_seqlens can count to 2^31 - 1; set seq_len, or plan smaller micro-batches";
+  });
   const std::uint64_t count = slots(config_.prefetch);
   std::visit(
       [&](const auto& ids) {
         require(ids.tokens.size() == count * buffers_.capacity && ids.targets.size() == ids.tokens.size(),
-                "token buffers: expected slots x capacity elements");
+                [] { return "token buffers: expected slots x capacity elements"; });
       },
       buffers_.ids);
   require(buffers_.lengths.size() == count * buffers_.max_rows && buffers_.bytes.size() == buffers_.lengths.size() &&
               buffers_.cu_lengths.size() == count * (buffers_.max_rows + 1),
-          "row buffers: expected slots x max_rows elements");
+          [] { return "row buffers: expected slots x max_rows elements"; });
   steps_ = order_.micro_batches() / config_.world;
-  require(config_.start_step <= steps_,
-          "start_step " + std::to_string(config_.start_step) + ": this rank has " + std::to_string(steps_) + " steps");
-  claimed_ = taken_ = config_.start_step;
+  require(config_.start_step <= steps_, [&] {
+    return "start_step " + std::to_string(config_.start_step) + ": this rank has " + std::to_string(steps_) + " steps";
+  });
   slots_.resize(count);
-  try {
-    if (config_.prefetch > 0) {
-      for (std::uint64_t i = 0; i < config_.threads; ++i) workers_.emplace_back([this] { run(); });
-    }
-  } catch (...) {  // no more threads to be had: those that run must not outlive what they point to
-    stop_workers();
-    throw;
-  }
+  ReadAhead::Config ahead;
+  ahead.steps = steps_;
+  ahead.start = config_.start_step;
+  ahead.prefetch = config_.prefetch;
+  ahead.threads = config_.threads;
+  ahead.forked =
+      "this TokenLoader was made in another process, and its threads did not survive the fork: make one in this "
+      "process";
+  ahead_ = std::make_unique<ReadAhead>(std::move(ahead),
+                                       [this](std::uint64_t step, std::size_t slot) { assemble(step, slot); });
 }
 
 void BatchAssembler::Deleter::operator()(BatchAssembler* assembler) const {
-  if (assembler->owner_ == ::getpid()) delete assembler;
+  if (!assembler->ahead_->forked()) delete assembler;
 }
 
-BatchAssembler::~BatchAssembler() { stop_workers(); }
+BatchAssembler::~BatchAssembler() = default;
 
-void BatchAssembler::stop_workers() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  wanted_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
-}
-
-std::span<const std::int64_t> BatchAssembler::rows_of(std::uint64_t micro_batch) const {
+// The rows of a micro-batch; nothing where the starts do not ascend.
+std::optional<std::span<const std::int64_t>> BatchAssembler::rows_of(std::uint64_t micro_batch) const {
   const std::uint64_t size = order_.rows.size();
   std::uint64_t begin = micro_batch * order_.micro_batch;
   std::uint64_t end = std::min(begin + order_.micro_batch, size);
@@ -133,7 +87,7 @@ std::span<const std::int64_t> BatchAssembler::rows_of(std::uint64_t micro_batch)
     begin = static_cast<std::uint64_t>(order_.starts[micro_batch]);
     end = static_cast<std::uint64_t>(order_.starts[micro_batch + 1]);
   }
-  require(begin <= end && end <= size, "the starts of the micro-batches do not ascend");
+  if (begin > end || end > size) return std::nullopt;
   return order_.rows.subspan(begin, end - begin);
 }
 
@@ -141,10 +95,11 @@ BatchAssembler::Row BatchAssembler::find_row(std::int64_t number) const {
   const bool identity = table_of_rows_.record.empty();
   const std::uint64_t rows = identity ? first_record_.back() : table_of_rows_.record.size();
   const std::uint64_t row = static_cast<std::uint64_t>(number);
-  require(row < rows, "the order names row " + std::to_string(number) + " of " + std::to_string(rows));
+  require(row < rows, [&] { return "the order names row " + std::to_string(number) + " of " + std::to_string(rows); });
   const std::uint64_t record = identity ? row : static_cast<std::uint64_t>(table_of_rows_.record[row]);
-  require(record < first_record_.back(),
-          "row " + std::to_string(row) + " names record " + std::to_string(record) + ", which the shards do not have");
+  require(record < first_record_.back(), [&] {
+    return "row " + std::to_string(row) + " names record " + std::to_string(record) + ", which the shards do not have";
+  });
   const auto after = std::upper_bound(first_record_.begin(), first_record_.end(), record);
   const std::size_t index = static_cast<std::size_t>(after - first_record_.begin()) - 1;
   const std::uint64_t local = record - first_record_[index];
@@ -152,47 +107,85 @@ BatchAssembler::Row BatchAssembler::find_row(std::int64_t number) const {
   const RecordRange range = shard->range(local);
   const std::uint64_t start = identity ? 0 : static_cast<std::uint64_t>(table_of_rows_.start[row]);
   const std::uint64_t length = identity ? range.length : static_cast<std::uint64_t>(table_of_rows_.length[row]);
-  require(start <= range.length && length <= range.length - start, "row " + std::to_string(row) + " reaches past the " +
-                                                                       std::to_string(range.length) +
-                                                                       " tokens of record " + std::to_string(record));
+  require(start <= range.length && length <= range.length - start, [&] {
+    return "row " + std::to_string(row) + " reaches past the " + std::to_string(range.length) + " tokens of record " +
+           std::to_string(record);
+  });
   const bool inside = start > 0;
   return {shard, local, range.start + start - (inside ? 1 : 0), length, inside, length == range.length};
 }
 
-void BatchAssembler::assemble(std::uint64_t step, Slot& slot) {
+// Calls `touch(shard, record, start)` for each row of a step to come. What is wrong with it is said in its own turn.
+template <class Touch>
+void BatchAssembler::for_rows_of(std::uint64_t step, const Touch& touch) const {
+  if (step >= steps_) return;
+  const auto rows = rows_of(step * config_.world + config_.rank);
+  if (!rows) return;
+  for (const std::int64_t number : *rows) {
+    std::uint64_t record = static_cast<std::uint64_t>(number);
+    std::uint64_t start = 0;
+    if (!table_of_rows_.record.empty()) {
+      const std::uint64_t row = record;
+      if (row >= table_of_rows_.record.size()) return;
+      record = static_cast<std::uint64_t>(table_of_rows_.record[row]);
+      start = static_cast<std::uint64_t>(table_of_rows_.start[row]);
+    }
+    if (record >= first_record_.back()) return;
+    const auto after = std::upper_bound(first_record_.begin(), first_record_.end(), record);
+    const std::size_t index = static_cast<std::size_t>(after - first_record_.begin()) - 1;
+    touch(*shards_[index], record - first_record_[index], start);
+  }
+}
+
+// Records come in random order, so each one's place and the beginning of its tokens would be waited for, one after the
+// other (measured: half the time of a block). Asked for this early, they are in the cache when their block's turn
+// comes.
+void BatchAssembler::look_ahead(std::uint64_t step) const {
+  for_rows_of(step + 2, [](const Shard& shard, std::uint64_t record, std::uint64_t) { shard.prefetch_range(record); });
+  for_rows_of(step + 1, [](const Shard& shard, std::uint64_t record, std::uint64_t start) {
+    shard.prefetch_tokens(record, start);
+  });
+}
+
+void BatchAssembler::assemble(std::uint64_t step, std::size_t number) {
+  Slot& slot = slots_[number];
   Block& block = slot.block;
   block = {};
   block.micro_batch = step * config_.world + config_.rank;
-  block.slot = step % slots_.size();
-  std::vector<Row> rows;
-  for (const std::int64_t number : rows_of(block.micro_batch)) {
-    rows.push_back(find_row(number));
-    block.width = std::max(block.width, rows.back().length + 1);
+  block.slot = number;
+  slot.rows.clear();
+  const auto numbers = rows_of(block.micro_batch);
+  require(numbers.has_value(), [] { return "the starts of the micro-batches do not ascend"; });
+  for (const std::int64_t row : *numbers) {
+    slot.rows.push_back(find_row(row));
+    block.width = std::max(block.width, slot.rows.back().length + 1);
   }
-  block.rows = rows.size();
-  require(block.rows <= buffers_.max_rows && block.rows * block.width <= buffers_.capacity,
-          "micro-batch " + std::to_string(block.micro_batch) + " of " + std::to_string(block.rows) + " x " +
-              std::to_string(block.width) + " tokens does not fit the buffers");
-  std::visit([&](const auto& ids) { fill<typename std::decay_t<decltype(ids)>::Token>(rows, ids, block); },
-             buffers_.ids);
+  block.rows = slot.rows.size();
+  require(block.rows <= buffers_.max_rows && block.rows * block.width <= buffers_.capacity, [&] {
+    return "micro-batch " + std::to_string(block.micro_batch) + " of " + std::to_string(block.rows) + " x " +
+           std::to_string(block.width) + " tokens does not fit the buffers";
+  });
+  look_ahead(step);
+  std::visit([&](const auto& ids) { fill<typename std::decay_t<decltype(ids)>::Token>(slot, ids); }, buffers_.ids);
 }
 
 template <class Token>
-void BatchAssembler::fill(std::span<const Row> rows, const TokenBuffers<Token>& ids, Block& block) {
+void BatchAssembler::fill(Slot& slot, const TokenBuffers<Token>& ids) {
+  Block& block = slot.block;
+  const std::span<const Row> rows = slot.rows;
   Token* tokens = ids.tokens.data() + block.slot * buffers_.capacity;
   Token* targets = ids.targets.data() + block.slot * buffers_.capacity;
   std::int64_t* const lengths = buffers_.lengths.data() + block.slot * buffers_.max_rows;
   std::int64_t* const bytes = buffers_.bytes.data() + block.slot * buffers_.max_rows;
   std::int32_t* const cu_lengths = buffers_.cu_lengths.data() + block.slot * (buffers_.max_rows + 1);
   const Token end_of_text = static_cast<Token>(config_.end_of_text);
-  std::vector<std::byte> scratch;
   cu_lengths[0] = 0;
   for (std::size_t r = 0; r < rows.size(); ++r, tokens += block.width, targets += block.width) {
     const Row& row = rows[r];
     const Shard& shard = *row.shard;
     tokens[0] = end_of_text;
     bytes[r] = row.whole ? static_cast<std::int64_t>(shard.utf8_bytes(row.record)) : 0;
-    const auto stored = shard.token_bytes(row.begin, row.length + row.inside, scratch);
+    const auto stored = shard.token_bytes(row.begin, row.length + row.inside, slot.scratch);
     with_token_type(shard.token_width(), stored, [&](const auto* in) {
       const auto check = [&](std::uint64_t id) {
         if (id < table_->n_vocab()) return;
@@ -216,55 +209,11 @@ void BatchAssembler::fill(std::span<const Row> rows, const TokenBuffers<Token>& 
   }
 }
 
-// Assembles the next step that nobody has begun; `lock` is held before and after, and given up meanwhile.
-void BatchAssembler::assemble_next(std::unique_lock<std::mutex>& lock) {
-  const std::uint64_t step = claimed_++;
-  Slot& slot = slots_[step % slots_.size()];
-  slot.ready = false;
-  lock.unlock();
-  std::exception_ptr failure;
-  try {
-    assemble(step, slot);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  lock.lock();
-  slot.failure = failure;
-  slot.ready = true;
-  if (step == taken_) ready_.notify_one();
-}
-
-void BatchAssembler::run() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    wanted_.wait(lock, [&] { return stop_ || claimed_ == steps_ || claimed_ < taken_ + config_.prefetch; });
-    if (stop_ || claimed_ == steps_) return;
-    assemble_next(lock);
-  }
-}
-
 BatchAssembler::Wait BatchAssembler::next(Block& block, unsigned milliseconds) {
-  if (::getpid() != owner_) {
-    throw std::runtime_error(
-        "this TokenLoader was made in another process, and its threads did not survive the fork: make one in this "
-        "process");
-  }
-  std::unique_lock lock(mutex_);
-  if (taken_ == steps_) return Wait::finished;
-  Slot& slot = slots_[taken_ % slots_.size()];
-  // Where no thread has begun the block that is wanted now, assembling it here is faster than waking one.
-  if (claimed_ == taken_) assemble_next(lock);
-  if (!slot.ready && !ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return slot.ready; })) {
-    return Wait::timeout;
-  }
-  if (slot.failure) std::rethrow_exception(slot.failure);
-  ++taken_;
-  block = slot.block;
-  // Waking a thread costs more than a small block: they sleep until half of what they may do ahead is to be done.
-  const std::uint64_t room = taken_ + config_.prefetch - claimed_;
-  lock.unlock();
-  if (2 * room >= config_.prefetch) wanted_.notify_all();
-  return Wait::ready;
+  std::size_t slot = 0;
+  const Wait wait = ahead_->next(slot, milliseconds);
+  if (wait == Wait::ready) block = slots_[slot].block;
+  return wait;
 }
 
 }  // namespace prism

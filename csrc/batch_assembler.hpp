@@ -3,18 +3,16 @@
 // written again and again.
 #pragma once
 
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <span>
-#include <string>
-#include <thread>
-#include <variant>
 #include <vector>
 
+#include "read_ahead.hpp"
 #include "shard.hpp"
+#include "widen.hpp"
 
 namespace prism {
 
@@ -36,16 +34,9 @@ struct RowOrder {
   }
 };
 
-template <class Id>
-struct TokenBuffers {
-  using Token = Id;
-  std::span<Id> tokens;   // [slots, capacity]; a block takes its first rows x width, row-major
-  std::span<Id> targets;  // the same
-};
-
 // Everything a block is written to. All of it stays the caller's and must outlive the assembler.
 struct BlockBuffers {
-  std::variant<TokenBuffers<std::int64_t>, TokenBuffers<std::int32_t>> ids;
+  IdBuffers ids;                       // [slots, capacity]; a block takes its first rows x width, row-major
   std::span<std::int64_t> lengths;     // [slots, max_rows]: positions in use, the first (context) included
   std::span<std::int32_t> cu_lengths;  // [slots, max_rows + 1]: running sum of lengths
   std::span<std::int64_t> bytes;       // [slots, max_rows]: UTF-8 bytes of the row's targets
@@ -72,9 +63,7 @@ class BatchAssembler {
     std::uint64_t start_step = 0;  // of this rank
     std::int64_t end_of_text = 0;
   };
-  // Blocks that stay whole after they were handed out: the last one and the one before it.
-  static constexpr std::uint64_t kLent = 2;
-  static std::uint64_t slots(std::uint64_t prefetch) { return (prefetch == 0 ? 1 : prefetch) + kLent; }
+  static std::uint64_t slots(std::uint64_t prefetch) { return ReadAhead::slots(prefetch); }
 
   BatchAssembler(std::vector<std::shared_ptr<const Shard>> shards, std::shared_ptr<const TokenTable> table,
                  RowTable table_of_rows, RowOrder order, BlockBuffers buffers, Config config);
@@ -82,14 +71,14 @@ class BatchAssembler {
   BatchAssembler(const BatchAssembler&) = delete;
   BatchAssembler& operator=(const BatchAssembler&) = delete;
 
-  // A forked child has the object but not its threads, so it can only let go of it.
+  // See ReadAhead::forked.
   struct Deleter {
     void operator()(BatchAssembler* assembler) const;
   };
 
   std::uint64_t steps() const { return steps_; }  // of this rank, the same on every rank
 
-  enum class Wait { ready, finished, timeout };
+  using Wait = ReadAhead::Wait;
   // Waits up to `milliseconds` for the next block. What went wrong while one was assembled is thrown in its place.
   Wait next(Block& block, unsigned milliseconds);
 
@@ -104,18 +93,18 @@ class BatchAssembler {
   };
   struct Slot {
     Block block;
-    std::exception_ptr failure;
-    bool ready = false;
+    std::vector<Row> rows;           // of the block; kept for its memory
+    std::vector<std::byte> scratch;  // what pread reads into; the same
   };
 
   Row find_row(std::int64_t number) const;
-  void assemble(std::uint64_t step, Slot& slot);
+  void assemble(std::uint64_t step, std::size_t slot);
   template <class Token>
-  void fill(std::span<const Row> rows, const TokenBuffers<Token>& ids, Block& block);
-  void assemble_next(std::unique_lock<std::mutex>& lock);
-  void run();
-  void stop_workers();
-  std::span<const std::int64_t> rows_of(std::uint64_t micro_batch) const;
+  void fill(Slot& slot, const TokenBuffers<Token>& ids);
+  std::optional<std::span<const std::int64_t>> rows_of(std::uint64_t micro_batch) const;
+  void look_ahead(std::uint64_t step) const;
+  template <class Touch>
+  void for_rows_of(std::uint64_t step, const Touch& touch) const;
 
   std::vector<std::shared_ptr<const Shard>> shards_;
   std::vector<std::uint64_t> first_record_;  // [shards + 1]
@@ -125,16 +114,8 @@ class BatchAssembler {
   BlockBuffers buffers_;
   Config config_;
   std::uint64_t steps_ = 0;
-  int owner_;  // the process whose threads these are
-
-  std::mutex mutex_;
-  std::condition_variable ready_;   // the consumer's next block is assembled
-  std::condition_variable wanted_;  // there is room to assemble ahead
   std::vector<Slot> slots_;
-  std::uint64_t claimed_ = 0;  // steps below this one are assembled, or being assembled
-  std::uint64_t taken_ = 0;    // steps below this one were handed out
-  bool stop_ = false;
-  std::vector<std::thread> workers_;
+  std::unique_ptr<ReadAhead> ahead_;  // last: its threads use all of the above
 };
 
 }  // namespace prism

@@ -15,6 +15,7 @@
 
 #include "batch_assembler.hpp"
 #include "bits_per_byte.hpp"
+#include "block_object.hpp"
 #include "bucket_plan.hpp"
 #include "checksum.hpp"
 #include "cross_entropy.hpp"
@@ -474,16 +475,44 @@ std::span<T> writable(py::array_t<T, py::array::c_style>& array) {
   return {array.mutable_data(), static_cast<std::size_t>(array.size())};  // raises if the array is read-only
 }
 
-/// An assembler with the arrays that it reads and writes, which must outlive its threads.
-struct BoundAssembler {
+/// A loader with the arrays that it reads and writes, which must outlive its threads, and what makes its blocks.
+template <class Loader>
+struct Bound {
   std::vector<py::array> keep;
-  std::unique_ptr<prism::BatchAssembler, prism::BatchAssembler::Deleter> assembler;
+  std::unique_ptr<Loader, typename Loader::Deleter> loader;
+  std::shared_ptr<prism::BlockMaker> maker;
+  const char* name;
+  std::uint64_t next_step;
 
   void close() {
     const py::gil_scoped_release release;
-    assembler.reset();
+    loader.reset();
+  }
+  Loader& open() const {
+    if (!loader) throw std::runtime_error("this " + std::string(name) + " is closed");
+    return *loader;
+  }
+  /// The next of what the loader reads, waited for without the GIL. StopIteration at the end.
+  template <class Item>
+  Item take() {
+    Loader& from = open();
+    Item item;
+    for (;;) {
+      typename Loader::Wait wait;
+      {
+        const py::gil_scoped_release release;
+        wait = from.next(item, 200);
+      }
+      if (wait == Loader::Wait::finished) throw py::stop_iteration();
+      if (wait == Loader::Wait::ready) break;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
+    }
+    ++next_step;
+    return item;
   }
 };
+using BoundAssembler = Bound<prism::BatchAssembler>;
+using BoundStream = Bound<prism::TokenStream>;
 
 template <class Token>
 std::unique_ptr<BoundAssembler> make_assembler(
@@ -492,9 +521,8 @@ std::unique_ptr<BoundAssembler> make_assembler(
     const Array<std::int64_t>& rows, const Array<std::int64_t>& starts, std::uint64_t micro_batch, Array<Token> tokens,
     Array<Token> targets, Array<std::int64_t> lengths, Array<std::int32_t> cu_lengths, Array<std::int64_t> bytes,
     std::uint64_t capacity, std::uint64_t max_rows, std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch,
-    std::uint64_t threads, std::uint64_t start_step, std::int64_t end_of_text) {
-  auto bound = std::make_unique<BoundAssembler>();
-  bound->keep = {row_record, row_start, row_length, rows, starts, tokens, targets, lengths, cu_lengths, bytes};
+    std::uint64_t threads, std::uint64_t start_step, std::int64_t end_of_text,
+    const std::shared_ptr<prism::BlockMaker>& maker) {
   const prism::RowTable row_table{as_span(row_record), as_span(row_start), as_span(row_length)};
   const prism::RowOrder order{as_span(rows), as_span(starts), micro_batch};
   const prism::BlockBuffers buffers{prism::TokenBuffers<Token>{writable(tokens), writable(targets)},
@@ -504,8 +532,14 @@ std::unique_ptr<BoundAssembler> make_assembler(
                                     capacity,
                                     max_rows};
   const prism::BatchAssembler::Config config{rank, world, prefetch, threads, start_step, end_of_text};
+  auto bound = std::make_unique<BoundAssembler>(
+      BoundAssembler{{row_record, row_start, row_length, rows, starts, tokens, targets, lengths, cu_lengths, bytes},
+                     nullptr,
+                     maker,
+                     "TokenLoader",
+                     start_step});
   const py::gil_scoped_release release;
-  bound->assembler.reset(
+  bound->loader.reset(
       new prism::BatchAssembler({shards.begin(), shards.end()}, table, row_table, order, buffers, config));
   return bound;
 }
@@ -517,7 +551,7 @@ void bind_assembler_of(py::class_<BoundAssembler>& type) {
            py::arg("tokens").noconvert(), py::arg("targets").noconvert(), py::arg("lengths").noconvert(),
            py::arg("cu_lengths").noconvert(), py::arg("bytes").noconvert(), py::arg("capacity"), py::arg("max_rows"),
            py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("threads"), py::arg("start_step"),
-           py::arg("end_of_text"));
+           py::arg("end_of_text"), py::arg("maker"));
 }
 
 void bind_batch_assembler(py::module_& m) {
@@ -528,22 +562,13 @@ void bind_batch_assembler(py::module_& m) {
   type.def_static("slots", &BatchAssembler::slots, py::arg("prefetch"))
       .def(
           "next",
-          [](const BoundAssembler& self) -> py::object {
-            if (!self.assembler) throw std::runtime_error("this TokenLoader is closed");
-            prism::Block block;
-            for (;;) {
-              BatchAssembler::Wait wait;
-              {
-                const py::gil_scoped_release release;
-                wait = self.assembler->next(block, 200);
-              }
-              if (wait == BatchAssembler::Wait::finished) return py::none();
-              if (wait == BatchAssembler::Wait::ready) break;
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
-            }
-            return py::make_tuple(block.micro_batch, block.slot, block.rows, block.width, block.targets, block.bytes);
+          [](BoundAssembler& self) {
+            const auto block = self.take<prism::Block>();
+            return self.maker->make(block.slot, block.rows, block.width,
+                                    {block.micro_batch, block.bytes, block.targets, 0, 0});
           },
-          "(micro_batch, slot, rows, width, targets, bytes) of the next block; None at the end.")
+          "The next block, made by `maker`; StopIteration at the end.")
+      .def_readonly("next_step", &BoundAssembler::next_step)
       .def("close", &BoundAssembler::close);
 }
 
@@ -577,26 +602,46 @@ void bind_planner(py::module_& m) {
 }
 
 // --------------------------------------------------------------------------------------------- loaders
-/// Keeps the caller's buffers alive as long as the thread that writes them.
-struct BoundStream {
-  Array<std::int64_t> tokens;
-  Array<std::int64_t> targets;
-  std::unique_ptr<prism::TokenStream, prism::TokenStream::Deleter> stream;
+template <class Token>
+std::unique_ptr<BoundStream> make_stream(const std::vector<std::shared_ptr<prism::Shard>>& shards,
+                                         const std::shared_ptr<prism::TokenTable>& table, std::uint64_t seq_len,
+                                         std::uint64_t batch_size, std::uint64_t rank, std::uint64_t world,
+                                         std::uint64_t prefetch, std::uint64_t start_batch, bool byte_basis,
+                                         std::int64_t end_of_text, Array<Token> tokens, Array<Token> targets,
+                                         const std::shared_ptr<prism::BlockMaker>& maker) {
+  prism::TokenStream::Config config;
+  config.seq_len = seq_len;
+  config.batch_size = batch_size;
+  config.rank = rank;
+  config.world = world;
+  config.prefetch = prefetch;
+  config.start_batch = start_batch;
+  config.basis = byte_basis ? prism::Basis::bytes : prism::Basis::tokens;
+  config.end_of_text = end_of_text;
+  const prism::TokenBuffers<Token> buffers{writable(tokens), writable(targets)};
+  auto bound =
+      std::make_unique<BoundStream>(BoundStream{{tokens, targets}, nullptr, maker, "TokenStream", start_batch});
+  const py::gil_scoped_release release;
+  bound->loader.reset(new prism::TokenStream(prism::Shards(shards.begin(), shards.end()), table, config, buffers));
+  return bound;
+}
 
-  void close() {
-    const py::gil_scoped_release release;
-    stream.reset();
-  }
-  prism::TokenStream& open() const {
-    if (!stream) throw std::runtime_error("this TokenStream is closed");
-    return *stream;
-  }
-};
+template <class Token>
+void bind_stream_of(py::class_<BoundStream>& type) {
+  type.def(py::init(&make_stream<Token>), py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("seq_len"),
+           py::arg("batch_size"), py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("start_batch"),
+           py::arg("byte_basis"), py::arg("end_of_text"), py::arg("tokens").noconvert(), py::arg("targets").noconvert(),
+           py::arg("maker"));
+}
 
 void bind_loaders(py::module_& m) {
+  m.attr("BlockBase") = prism::block_base_type();
+  py::class_<prism::BlockMaker, std::shared_ptr<prism::BlockMaker>>(m, "BlockMaker", "See csrc/block_object.hpp.")
+      .def(py::init<const py::type&, py::object, py::object, std::size_t, py::object, py::object, std::uint64_t>(),
+           py::arg("type"), py::arg("view"), py::arg("rows"), py::arg("slots"), py::arg("tokens") = py::none(),
+           py::arg("targets") = py::none(), py::arg("capacity") = 0);
   bind_batch_assembler(m);
 
-  using prism::StreamBatch;
   using prism::StreamPlan;
   using prism::TokenStream;
 
@@ -611,54 +656,22 @@ void bind_loaders(py::module_& m) {
       .def_readonly("tail_bytes", &StreamPlan::tail_bytes)
       .def_readonly("tail_tokens", &StreamPlan::tail_tokens);
 
-  py::class_<BoundStream>(m, "TokenStream", "See prism_fast/data/stream.py.")
-      .def(py::init([](const std::vector<std::shared_ptr<prism::Shard>>& shards,
-                       const std::shared_ptr<prism::TokenTable>& table, std::uint64_t seq_len, std::uint64_t batch_size,
-                       std::uint64_t rank, std::uint64_t world, std::uint64_t prefetch, std::uint64_t start_batch,
-                       bool byte_basis, std::int64_t end_of_text, Array<std::int64_t> tokens,
-                       Array<std::int64_t> targets) {
-             TokenStream::Config config;
-             config.seq_len = seq_len;
-             config.batch_size = batch_size;
-             config.rank = rank;
-             config.world = world;
-             config.prefetch = prefetch;
-             config.start_batch = start_batch;
-             config.basis = byte_basis ? prism::Basis::bytes : prism::Basis::tokens;
-             config.end_of_text = end_of_text;
-             auto bound = std::make_unique<BoundStream>();
-             const std::span<std::int64_t> into(tokens.mutable_data(), static_cast<std::size_t>(tokens.size()));
-             const std::span<std::int64_t> aims(targets.mutable_data(), static_cast<std::size_t>(targets.size()));
-             bound->tokens = std::move(tokens);
-             bound->targets = std::move(targets);
-             const py::gil_scoped_release release;
-             bound->stream.reset(
-                 new TokenStream(prism::Shards(shards.begin(), shards.end()), table, config, into, aims));
-             return bound;
-           }),
-           py::arg("shards"), py::arg("table"), py::kw_only(), py::arg("seq_len"), py::arg("batch_size"),
-           py::arg("rank"), py::arg("world"), py::arg("prefetch"), py::arg("start_batch"), py::arg("byte_basis"),
-           py::arg("end_of_text"), py::arg("tokens").noconvert(), py::arg("targets").noconvert())
-      .def_static("slots", &TokenStream::slots, py::arg("prefetch"))
-      .def_property_readonly("plan", [](const BoundStream& s) { return s.open().plan(); })
-      .def_property_readonly("batches", [](const BoundStream& s) { return s.open().batches(); })
-      .def("next",
-           [](const BoundStream& s) -> py::object {
-             TokenStream& stream = s.open();
-             StreamBatch batch;
-             for (;;) {
-               TokenStream::Wait wait;
-               {
-                 const py::gil_scoped_release release;
-                 wait = stream.next(batch, 200);
-               }
-               if (wait == TokenStream::Wait::finished) return py::none();
-               if (wait == TokenStream::Wait::ready) break;
-               if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a disk hangs
-             }
-             return py::make_tuple(batch.slot, batch.rows, batch.index, batch.counts.bytes, batch.counts.scored,
-                                   batch.counts.special, batch.documents);
-           })
+  py::class_<BoundStream> type(m, "TokenStream", "See prism_fast/data/stream.py.");
+  bind_stream_of<std::int64_t>(type);
+  bind_stream_of<std::int32_t>(type);
+  type.def_static("slots", &TokenStream::slots, py::arg("prefetch"))
+      .def_property_readonly("plan", [](const BoundStream& self) { return self.open().plan(); })
+      .def_property_readonly("batches", [](const BoundStream& self) { return self.open().batches(); })
+      .def(
+          "next",
+          [](BoundStream& self) {
+            const auto batch = self.take<prism::StreamBatch>();
+            return self.maker->make(
+                batch.slot, batch.rows, batch.width,
+                {batch.index, batch.counts.bytes, batch.counts.scored, batch.counts.special, batch.documents});
+          },
+          "The next batch, made by `maker`; StopIteration at the end.")
+      .def_readonly("next_step", &BoundStream::next_step)
       .def("close", &BoundStream::close);
 }
 

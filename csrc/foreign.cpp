@@ -325,7 +325,10 @@ class ForeignReader {
     const std::uint64_t stored = shard_->stored_;
     if (!options_.end_of_text) {
       if (!options_.one_record) {
-        fault(path_, 0, "an end-of-text id to tell documents apart, or the word that all is one record", "neither");
+        fault(path_, 0,
+              "an end-of-text id to tell documents apart, or the word that all is one record: name one (--eot, "
+              "end_of_text=), or say so (--one-record, one_record=True)",
+              "neither");
       }
       reserve(1);
       record(0, stored);

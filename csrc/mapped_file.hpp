@@ -43,6 +43,7 @@ class MappedFile {
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }
   bool mapped() const { return mapped_; }
+  const std::byte* mapping() const { return data_; }  // null when not mapped, or empty
 
   /// Bytes [offset, offset + length): in place when mapped (`scratch` untouched), otherwise read into `scratch`.
   /// `what` names the region in the error when it does not fit the file.

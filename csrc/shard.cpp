@@ -297,6 +297,27 @@ RecordRange Shard::range(std::uint64_t i) const {
   return {starts_.empty() ? begin : starts_[i], end - begin};
 }
 
+void Shard::prefetch_range(std::uint64_t i) const {
+  if (i >= records_) return;
+  __builtin_prefetch(offsets_.data() + i);
+  if (!starts_.empty()) __builtin_prefetch(starts_.data() + i);
+  if (!utf8_bytes_.empty()) __builtin_prefetch(utf8_bytes_.data() + i);
+}
+
+void Shard::prefetch_tokens(std::uint64_t i, std::uint64_t from) const {
+  constexpr std::uint64_t kLine = 64;
+  constexpr std::uint64_t kFirst = 2048;  // the processor sees by itself how it goes on, page by page
+  constexpr std::uint64_t kPage = 4096;
+  if (!mapped() || i >= records_ || offsets_[i] > offsets_[i + 1] || offsets_[i + 1] > tokens_) return;
+  const std::uint64_t length = offsets_[i + 1] - offsets_[i];
+  if (from >= length) return;
+  const std::uint64_t begin = data_offset_ + ((starts_.empty() ? offsets_[i] : starts_[i]) + from) * width_;
+  const std::uint64_t end = std::min(begin + (length - from) * width_, file_->size());
+  const std::byte* const data = file_->mapping();
+  for (std::uint64_t at = begin; at < std::min(end, begin + kFirst); at += kLine) __builtin_prefetch(data + at);
+  for (std::uint64_t at = (begin / kPage + 1) * kPage; at < end; at += kPage) __builtin_prefetch(data + at);
+}
+
 std::vector<std::uint64_t> Shard::doc_ids() const {
   if (format_ != "prism_shard.v1") return {};
   std::vector<std::uint64_t> ids(records_);

@@ -81,6 +81,11 @@ class Shard {
     return file_->bytes(data_offset_ + start * width_, count * width_, scratch, "tokens");
   }
 
+  /// Has the processor bring near what `range(i)` and `utf8_bytes(i)` will read; the record's tokens from `from` on.
+  /// Hints: nothing is raised.
+  void prefetch_range(std::uint64_t i) const;
+  void prefetch_tokens(std::uint64_t i, std::uint64_t from) const;
+
   /// Fills `utf8_bytes()` of a foreign file from the table. Throws DataFault on an id outside it.
   void count_utf8_bytes(const TokenTable& table);
 

@@ -1,62 +1,16 @@
 #include "token_stream.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-// AVX2 widens u16 to int64 twice as fast as the SSE2 baseline; the loader picks the clone the machine can run.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(PRISM_NO_CLONES)
-#define PRISM_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define PRISM_CLONES
-#endif
-
 namespace prism {
 namespace {
 
-constexpr std::int64_t kIgnore = -100;                    // torch's ignore_index
 constexpr std::uint64_t kPiece = std::uint64_t{1} << 14;  // tokens read or looked up in one piece: stays in cache
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
-
-/// Widens to int64, twice, and returns the largest id, so that the range check costs no second pass.
-template <typename T>
-inline __attribute__((always_inline)) std::uint64_t widen_loop(const T* in, std::int64_t* a, std::int64_t* b,
-                                                               std::size_t n) {
-  T largest = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    a[i] = static_cast<std::int64_t>(in[i]);
-    b[i] = static_cast<std::int64_t>(in[i]);
-    largest = std::max(largest, in[i]);
-  }
-  return largest;
-}
-
-PRISM_CLONES std::uint64_t widen(const std::uint8_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint16_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint32_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-PRISM_CLONES std::uint64_t widen(const std::uint64_t* in, std::int64_t* a, std::int64_t* b, std::size_t n) {
-  return widen_loop(in, a, b, n);
-}
-
-constexpr int kSpins = 1000;  // 10 to 50 microseconds
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 std::uint64_t text_elements(const Shard& shard, Basis basis) {
   return basis == Basis::tokens ? shard.tokens() : shard.utf8_bytes_total();
@@ -142,25 +96,25 @@ std::span<const std::byte> StreamCursor::upcoming() {
   return rest.first(std::min<std::size_t>(rest.size(), static_cast<std::size_t>((range_.length - token_) * width)));
 }
 
-std::uint64_t StreamCursor::pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull_tokens(Token* tokens, Token* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
   const auto stored = upcoming();
   const std::uint64_t take = std::min<std::uint64_t>(count, stored.size() / shard.token_width());
-  const std::uint64_t largest = with_token_type(shard.token_width(), stored, [&](const auto* ids) {
-    return widen(ids, tokens, targets, static_cast<std::size_t>(take));
+  with_token_type(shard.token_width(), stored, [&](const auto* ids) {
+    if (widen(ids, tokens, targets, static_cast<std::size_t>(take)) < table_.n_vocab()) return;
+    // In what is stored: what was written may have lost bits.
+    const auto* const at = std::find_if(ids, ids + take, [&](std::uint64_t id) { return id >= table_.n_vocab(); });
+    bad_id(shard, token_ + static_cast<std::uint64_t>(at - ids), *at);
   });
-  if (largest >= table_.n_vocab()) {
-    const auto* at = std::find_if(tokens, tokens + take,
-                                  [&](std::int64_t id) { return static_cast<std::uint64_t>(id) >= table_.n_vocab(); });
-    bad_id(shard, token_ + static_cast<std::uint64_t>(at - tokens), static_cast<std::uint64_t>(*at));
-  }
   token_ += take;
   counts_.scored += take;
   return take;
 }
 
 /// Emits up to `count` bytes of the current record; without places to write to it only passes over them.
-std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull_bytes(Token* tokens, Token* targets, std::uint64_t count) {
   const Shard& shard = *shards_[shard_];
   const auto stored = upcoming();
   std::uint64_t done = 0;
@@ -172,7 +126,7 @@ std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targe
       const std::uint64_t take = std::min<std::uint64_t>(bytes.size(), count - done);
       if (tokens != nullptr) {
         for (std::uint64_t k = 0; k < take; ++k) {
-          tokens[done + k] = targets[done + k] = std::to_integer<std::int64_t>(bytes[k]);
+          tokens[done + k] = targets[done + k] = std::to_integer<Token>(bytes[k]);
         }
       }
       done += take;
@@ -190,12 +144,13 @@ std::uint64_t StreamCursor::pull_bytes(std::int64_t* tokens, std::int64_t* targe
   return done;
 }
 
-std::uint64_t StreamCursor::pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count) {
+template <class Token>
+std::uint64_t StreamCursor::pull(Token* tokens, Token* targets, std::uint64_t count) {
   std::uint64_t done = 0;
   while (done < count) {
     if (!inside_) {
       if (!enter_document()) break;
-      tokens[done] = targets[done] = end_of_text_;
+      tokens[done] = targets[done] = static_cast<Token>(end_of_text_);
       ++done;
       ++counts_.special;
     } else {
@@ -206,6 +161,9 @@ std::uint64_t StreamCursor::pull(std::int64_t* tokens, std::int64_t* targets, st
   }
   return done;
 }
+
+template std::uint64_t StreamCursor::pull(std::int64_t*, std::int64_t*, std::uint64_t);
+template std::uint64_t StreamCursor::pull(std::int32_t*, std::int32_t*, std::uint64_t);
 
 std::uint64_t StreamCursor::skip(std::uint64_t count) {
   std::uint64_t done = 0;
@@ -241,7 +199,7 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
       counts_.scored += take;
       done += take;
     } else {
-      done += pull_bytes(nullptr, nullptr, count - done);
+      done += pull_bytes<std::int64_t>(nullptr, nullptr, count - done);
     }
     if (token_ == range_.length) leave_document();
   }
@@ -250,14 +208,13 @@ std::uint64_t StreamCursor::skip(std::uint64_t count) {
 
 // ------------------------------------------------------------------------------------------------ stream
 
-TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config,
-                         std::span<std::int64_t> tokens, std::span<std::int64_t> targets)
+TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, IdBuffers buffers)
     : shards_(std::move(shards)),
       table_(std::move(table)),
       config_(config),
-      tokens_(tokens),
-      targets_(targets),
-      owner_(::getpid()) {
+      buffers_(buffers),
+      cursor_(shards_, *table_, config_.basis, config_.end_of_text),
+      position_(kUnknown) {
   const auto require = [](bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
   };
@@ -271,8 +228,14 @@ TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table,
   require(config_.rank < config_.world,
           "rank " + std::to_string(config_.rank) + ": expected a rank below world " + std::to_string(config_.world));
   const std::uint64_t size = slots(config_.prefetch) * config_.batch_size * config_.seq_len;
-  require(tokens_.size() == size && targets_.size() == size,
-          "stream buffers: expected " + std::to_string(size) + " elements each");
+  std::visit(
+      [&](const auto& ids) {
+        require(ids.tokens.size() == size && ids.targets.size() == size,
+                "stream buffers: expected " + std::to_string(size) + " elements each");
+      },
+      buffers_);
+  require(table_->n_vocab() <= static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()),
+          "a vocabulary of " + std::to_string(table_->n_vocab()) + " ids does not fit 32-bit tokens");
   for (const auto& shard : shards_) {
     require(shard->knows_utf8_bytes(), shard->path() + ": its UTF-8 lengths are unknown: open it with a tokenizer");
   }
@@ -281,21 +244,23 @@ TokenStream::TokenStream(Shards shards, std::shared_ptr<const TokenTable> table,
   require(config_.start_batch <= batches_, "start_batch " + std::to_string(config_.start_batch) + ": the stream has " +
                                                std::to_string(batches_) + " batches");
   ring_.resize(slots(config_.prefetch));
-  reader_ = std::thread([this] { run(); });
+  ReadAhead::Config ahead;
+  ahead.steps = batches_;
+  ahead.start = config_.start_batch;
+  ahead.prefetch = config_.prefetch;
+  ahead.in_order = true;
+  ahead.forked =
+      "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it again "
+      "in this process";
+  ahead_ = std::make_unique<ReadAhead>(std::move(ahead),
+                                       [this](std::uint64_t local, std::size_t slot) { read(local, slot); });
 }
 
 void TokenStream::Deleter::operator()(TokenStream* stream) const {
-  if (stream->owner_ == ::getpid()) delete stream;
+  if (!stream->ahead_->forked()) delete stream;
 }
 
-TokenStream::~TokenStream() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  wanted_.notify_all();
-  reader_.join();
-}
+TokenStream::~TokenStream() = default;
 
 StreamPlan TokenStream::make_plan() const {
   StreamPlan plan;
@@ -329,85 +294,51 @@ StreamPlan TokenStream::make_plan() const {
   return plan;
 }
 
-void TokenStream::fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& batch) {
+template <class Token>
+void TokenStream::fill(StreamBatch& batch, const TokenBuffers<Token>& buffers) {
   const std::uint64_t width = config_.seq_len;
   const std::uint64_t first_row = batch.index * config_.batch_size;
   batch.rows = std::min(config_.batch_size, plan_.rows - first_row);
-  std::int64_t* tokens = tokens_.data() + batch.slot * config_.batch_size * width;
-  std::int64_t* targets = targets_.data() + batch.slot * config_.batch_size * width;
+  batch.width = width;
+  Token* tokens = buffers.tokens.data() + batch.slot * config_.batch_size * width;
+  Token* targets = buffers.targets.data() + batch.slot * config_.batch_size * width;
   for (std::uint64_t row = 0; row < batch.rows; ++row, tokens += width, targets += width) {
-    tokens[0] = carry;
-    if (cursor.pull(tokens + 1, targets, width - 1) != width - 1) {
+    tokens[0] = static_cast<Token>(carry_);
+    if (cursor_.pull(tokens + 1, targets, width - 1) != width - 1) {
       throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
-    carry = tokens[width - 1];
-    targets[width - 1] = kIgnore;
+    carry_ = tokens[width - 1];
+    targets[width - 1] = static_cast<Token>(kIgnore);
   }
-  batch.counts = cursor.take_counts();
+  batch.counts = cursor_.take_counts();
   batch.documents = batch.counts.special + (batch.index == 0 ? 1 : 0);
 }
 
-void TokenStream::run() {
-  try {
-    StreamCursor cursor(shards_, *table_, config_.basis, config_.end_of_text);
+/// Reads this rank's batch `local`, passing over those of other ranks.
+void TokenStream::read(std::uint64_t local, std::size_t slot) {
+  StreamBatch batch;
+  batch.index = local * config_.world + config_.rank;
+  batch.slot = slot;
+  if (position_ != batch.index) {
     const std::uint64_t targets_a_batch = config_.batch_size * (config_.seq_len - 1);
-    std::int64_t carry = 0;             // last element of the row before: the first of the next
-    std::uint64_t position = kUnknown;  // global batch that `carry` opens
-    for (std::uint64_t local = config_.start_batch; local < batches_; ++local) {
-      StreamBatch batch;
-      batch.index = local * config_.world + config_.rank;
-      if (position != batch.index) {
-        const std::uint64_t gap = batch.index - (position == kUnknown ? 0 : position);
-        cursor.skip(gap * targets_a_batch - (position == kUnknown ? 0 : 1));
-        std::int64_t unused = 0;
-        if (cursor.pull(&carry, &unused, 1) != 1) {
-          throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
-        }
-        cursor.take_counts();  // another rank's
-      }
-      position = batch.index + 1;
-      batch.slot = (local - config_.start_batch) % ring_.size();
-      {
-        std::unique_lock lock(mutex_);
-        wanted_.wait(lock, [&] { return stop_ || filled_ < taken_ + config_.prefetch; });
-        if (stop_) return;
-      }
-      fill(cursor, carry, batch);
-      {
-        const std::lock_guard lock(mutex_);
-        ring_[batch.slot] = batch;
-        ++filled_;
-      }
-      ready_.notify_one();
+    const std::uint64_t gap = batch.index - (position_ == kUnknown ? 0 : position_);
+    cursor_.skip(gap * targets_a_batch - (position_ == kUnknown ? 0 : 1));
+    std::int64_t unused = 0;
+    if (cursor_.pull(&carry_, &unused, 1) != 1) {
+      throw DataFault(shards_.back()->path() + ": the records end before the totals of the shard headers do");
     }
-  } catch (...) {
-    const std::lock_guard lock(mutex_);
-    failure_ = std::current_exception();
-    ready_.notify_one();
+    cursor_.take_counts();  // another rank's
   }
+  position_ = batch.index + 1;
+  std::visit([&](const auto& ids) { fill(batch, ids); }, buffers_);
+  ring_[slot] = batch;
 }
 
 TokenStream::Wait TokenStream::next(StreamBatch& batch, unsigned milliseconds) {
-  if (::getpid() != owner_) {
-    throw std::runtime_error(
-        "this TokenStream was opened in another process, and its reader thread did not survive the fork: open it "
-        "again in this process");
-  }
-  // The reader takes a few microseconds a batch, less than it takes to put this thread to sleep and wake it again: look
-  // for a moment first (measured: a third less time a batch). A consumer that computes in between never waits here.
-  const bool more = config_.start_batch + taken_ < batches_;
-  for (int i = 0; more && i < kSpins && filled_.load(std::memory_order_acquire) == taken_; ++i) relax();
-  std::unique_lock lock(mutex_);
-  if (!more) return Wait::finished;
-  if (!ready_.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return failure_ || taken_ < filled_; })) {
-    return Wait::timeout;
-  }
-  if (taken_ == filled_) std::rethrow_exception(failure_);  // batches read before the failure come first
-  batch = ring_[taken_ % ring_.size()];
-  ++taken_;
-  lock.unlock();
-  wanted_.notify_one();
-  return Wait::ready;
+  std::size_t slot = 0;
+  const Wait wait = ahead_->next(slot, milliseconds);
+  if (wait == Wait::ready) batch = ring_[slot];
+  return wait;
 }
 
 }  // namespace prism

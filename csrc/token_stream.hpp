@@ -2,18 +2,15 @@
 // that overlap by one, so that each element is a target exactly once. Read ahead by one thread, off the GIL.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
-#include <thread>
 #include <vector>
 
+#include "read_ahead.hpp"
 #include "shard.hpp"
+#include "widen.hpp"
 
 namespace prism {
 
@@ -37,7 +34,8 @@ class StreamCursor {
 
   /// Writes the next `count` elements to both places; returns how many there were (fewer only at the end of the
   /// stream). Two places because a row's tokens are the row's targets one column further.
-  std::uint64_t pull(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull(Token* tokens, Token* targets, std::uint64_t count);
   /// Passes over up to `count` elements without reading tokens of documents that lie wholly inside.
   std::uint64_t skip(std::uint64_t count);
   /// What was passed since the last call.
@@ -48,8 +46,10 @@ class StreamCursor {
   void leave_document();
   void settle();
   std::span<const std::byte> upcoming();
-  std::uint64_t pull_tokens(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
-  std::uint64_t pull_bytes(std::int64_t* tokens, std::int64_t* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull_tokens(Token* tokens, Token* targets, std::uint64_t count);
+  template <class Token>
+  std::uint64_t pull_bytes(Token* tokens, Token* targets, std::uint64_t count);
   [[noreturn]] void bad_id(const Shard& shard, std::uint64_t token, std::uint64_t id) const;
 
   const Shards& shards_;
@@ -85,6 +85,7 @@ struct StreamBatch {
   std::uint64_t index = 0;  // over all ranks
   std::size_t slot = 0;
   std::uint64_t rows = 0;
+  std::uint64_t width = 0;      // seq_len
   std::uint64_t documents = 0;  // documents whose end-of-text is read here for the first time
   StreamCounts counts;          // of the targets
 };
@@ -101,19 +102,15 @@ class TokenStream {
     Basis basis = Basis::tokens;
     std::int64_t end_of_text = 0;
   };
-  /// Batches handed out before the oldest is overwritten: the last one, and the one before it.
-  static constexpr std::uint64_t kLent = 2;
-  static std::uint64_t slots(std::uint64_t prefetch) { return prefetch + kLent; }
+  static std::uint64_t slots(std::uint64_t prefetch) { return ReadAhead::slots(prefetch); }
 
-  /// `tokens` and `targets`: [slots(prefetch), batch_size, seq_len], owned by the caller, alive as long as this.
-  TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, std::span<std::int64_t> tokens,
-              std::span<std::int64_t> targets);
+  /// `buffers`: [slots(prefetch), batch_size, seq_len] each, owned by the caller, alive as long as this.
+  TokenStream(Shards shards, std::shared_ptr<const TokenTable> table, Config config, IdBuffers buffers);
   ~TokenStream();
   TokenStream(const TokenStream&) = delete;
   TokenStream& operator=(const TokenStream&) = delete;
 
-  /// In a forked child the reader thread does not exist and its condition variables count a waiter that never leaves:
-  /// nothing of the object may be destroyed there, so it is left to the end of the process.
+  /// See ReadAhead::forked.
   struct Deleter {
     void operator()(TokenStream* stream) const;
   };
@@ -121,33 +118,30 @@ class TokenStream {
   const StreamPlan& plan() const { return plan_; }
   std::uint64_t batches() const { return batches_; }  // of this rank
 
-  enum class Wait { ready, finished, timeout };
+  using Wait = ReadAhead::Wait;
   /// Waits up to `milliseconds` for the next batch. Rethrows what ended the reader.
   Wait next(StreamBatch& batch, unsigned milliseconds);
 
  private:
   StreamPlan make_plan() const;
-  void run();
-  void fill(StreamCursor& cursor, std::int64_t& carry, StreamBatch& batch);
+  void read(std::uint64_t local, std::size_t slot);
+  template <class Token>
+  void fill(StreamBatch& batch, const TokenBuffers<Token>& buffers);
 
   Shards shards_;
   std::shared_ptr<const TokenTable> table_;
   Config config_;
-  std::span<std::int64_t> tokens_;
-  std::span<std::int64_t> targets_;
+  IdBuffers buffers_;
   StreamPlan plan_;
   std::uint64_t batches_ = 0;
-  int owner_;  // process that started the reader: threads do not survive a fork
-
-  std::mutex mutex_;
-  std::condition_variable ready_;   // something to hand out
-  std::condition_variable wanted_;  // room to read into
   std::vector<StreamBatch> ring_;
-  std::atomic<std::uint64_t> filled_ = 0;  // batches read since the start
-  std::uint64_t taken_ = 0;                // batches handed out since the start
-  bool stop_ = false;
-  std::exception_ptr failure_;
-  std::thread reader_;
+
+  // Where the reading is; whoever reads a batch has them alone.
+  StreamCursor cursor_;
+  std::int64_t carry_ = 0;  // last element of the row before: the first of the next
+  std::uint64_t position_;  // global batch that `carry_` opens
+
+  std::unique_ptr<ReadAhead> ahead_;  // last: its thread uses all of the above
 };
 
 }  // namespace prism

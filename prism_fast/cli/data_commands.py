@@ -88,7 +88,8 @@ def inspect(
         shard = _open(path, named, format, dtype, eot, one_record, access)
         rows.append(_describe(shard))
         if not as_json:
-            typer.echo("\n".join(f"{key:>16}  {value}" for key, value in rows[-1].items()))
+            for key, value in rows[-1].items():
+                typer.echo(f"{key:>16}  {'unknown' if value is None else value}")
             for record in range(min(head, len(shard))):
                 tokens = shard[record]
                 shown = named.decode_bytes(tokens[:64]) if named else tokens[:16].tolist()

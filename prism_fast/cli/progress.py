@@ -49,7 +49,10 @@ class TerminalReporter:
     def packing(self, progress: Progress) -> None:
         now = monotonic()
         done_bytes, total_bytes = progress.bytes_done, progress.bytes_total
-        self._packing_since = self._packing_since or now
+        if self._packing_since is None:
+            self._packing_since = now
+            if not self._live:
+                self._last = now  # there is no rate yet; a short run says what it made when it is done
         elapsed = now - self._packing_since
         rate = done_bytes / elapsed if elapsed > 0 else 0.0
         eta = (total_bytes - done_bytes) / rate if rate > 0 else None

@@ -191,6 +191,11 @@ class DocumentReader:
             name = f"{source.name}:{number}"
         elif isinstance(name, int) and not isinstance(name, bool):
             name = str(name)
+        elif isinstance(name, bytes):
+            try:
+                name = name.decode()
+            except UnicodeDecodeError:
+                raise DataError(f"{where}: expected UTF-8 under {self.id_key!r}, found {name[:60]!r}") from None
         elif not isinstance(name, str):
             raise DataError(f"{where}: expected a string under {self.id_key!r}, found {_excerpt(repr(name).encode())}")
         return Document(name, data, where, replaced)
@@ -201,10 +206,10 @@ class DocumentReader:
 
         try:
             file = pq.ParquetFile(source.path)
-        except (pa.ArrowException, OSError) as error:
+            names = file.schema_arrow.names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{source.path}: expected a Parquet file: {error}") from None
         with file:
-            names = file.schema_arrow.names
             if self.text_key not in names:
                 raise DataError(f"{source.path}: expected a column {self.text_key!r}, found {', '.join(names)}")
             columns = [self.text_key] + [self.id_key] * (self.id_key in names)
@@ -216,7 +221,7 @@ class DocumentReader:
             batches = file.iter_batches(batch_size=batch_rows, columns=columns, use_threads=False)
             while (batch := _guard(source, rows + 1, lambda: next(batches, None))) is not None:
                 texts = _as_bytes(batch.column(self.text_key))
-                ids = batch.column(self.id_key).to_pylist() if len(columns) == 2 else [None] * len(texts)
+                ids = _as_bytes(batch.column(self.id_key)) if len(columns) == 2 else [None] * len(texts)
                 for name, text in zip(ids, texts, strict=True):
                     rows += 1
                     try:
@@ -259,13 +264,15 @@ def _guard(source: Source, number: int, read: Callable[[], Any]) -> Any:
     except (EOFError, gzip.BadGzipFile) as error:
         raise DataError(f"{source.path}:{number}: the compressed file is damaged or cut short: {error}") from None
     except Exception as error:
-        if type(error).__module__.split(".")[0] in ("zlib", "zstandard", "zstd", "pyarrow"):
+        # pyarrow raises bare OSErrors, without an errno, for bytes it cannot make sense of.
+        foreign = type(error).__module__.split(".")[0] in ("zlib", "zstandard", "zstd", "pyarrow")
+        if foreign or (isinstance(error, OSError) and error.errno is None):
             raise DataError(f"{source.path}:{number}: the file is damaged or cut short: {error}") from None
         raise
 
 
-def _as_bytes(column: Any) -> list[bytes | None]:
-    """A string column as bytes, so that text which is not UTF-8 can be told from a fault of ours."""
+def _as_bytes(column: Any) -> list[Any]:
+    """A column as Python values, strings as bytes, so that text which is not UTF-8 can be told from a fault of ours."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,7 +23,6 @@ STATE_SCHEMA = "prism_token_loader.v1"
 IGNORE = -100
 # Blocks whose buffers stay untouched: the last one handed out and the one before it (both readers keep to it).
 _LENT = 2
-_MOST_VIEWS = 1 << 13
 _NO_INT64 = np.empty(0, np.int64)
 
 
@@ -33,7 +32,7 @@ class Event(Protocol):
     def synchronize(self) -> object: ...
 
 
-class Block:
+class Block(_core.BlockBase):  # type: ignore[misc]
     """One micro-batch. Arrays are torch tensors, or numpy arrays with `output="numpy"`.
 
     They alias recycled buffers, valid until the second `next()` after the one that returned the block; copy to keep
@@ -44,38 +43,30 @@ class Block:
     scored_tokens, special_tokens: targets that are text, that are end-of-text.
     """
 
-    __slots__ = ("_reader", "_slot", "bytes", "index", "scored_tokens", "special_tokens", "targets", "tokens")
-
-    def __init__(
-        self,
-        reader: _PlannedReader | _PackedReader,
-        slot: int,
-        tokens: Any,
-        targets: Any,
-        index: int,
-        size_bytes: int,
-        scored_tokens: int,
-        special_tokens: int,
-    ) -> None:
-        self._reader, self._slot = reader, slot
-        self.tokens, self.targets = tokens, targets
-        self.index, self.bytes = index, size_bytes
-        self.scored_tokens, self.special_tokens = scored_tokens, special_tokens
+    __slots__ = ()
+    tokens: Any
+    targets: Any
+    index: int
+    bytes: int
+    scored_tokens: int
+    special_tokens: int
+    _rows: _PaddedRows | _PackedRows
+    _slot: int
 
     @property
     def lengths(self) -> Any:
         """int64 [rows]: positions in use, the context in front included."""
-        return self._reader.lengths(self._slot, len(self.tokens))
+        return self._rows.lengths(self._slot, len(self.tokens))
 
     @property
     def row_bytes(self) -> Any:
         """int64 [rows]: UTF-8 bytes of each row's targets; None for packed rows."""
-        return self._reader.row_bytes(self._slot, len(self.tokens))
+        return self._rows.row_bytes(self._slot, len(self.tokens))
 
     @property
     def records(self) -> NDArray[np.int64] | None:
         """int64 [rows], numpy: which record of the corpus each row holds; None for packed rows."""
-        return self._reader.records(self.index)
+        return self._rows.records(self.index)
 
     @property
     def cu_seqlens(self) -> Any:
@@ -84,7 +75,7 @@ class Block:
         Padded rows: in the rows' tokens put end to end without padding. Packed rows: in `tokens.reshape(-1)`; a
         sequence begins with each row and with each end-of-text.
         """
-        return self._reader.cu_seqlens(self._slot, self.tokens)
+        return self._rows.cu_seqlens(self._slot, self.tokens)
 
     def __repr__(self) -> str:
         rows, width = self.tokens.shape
@@ -102,7 +93,8 @@ class TokenLoader(Iterator[Block]):
         seq_len: positions a row has at most (packed: exactly). None: as long as the longest record.
         rank, world: rank r takes micro-batches r, r + world, ...; a remainder is dropped, see `dropped`.
         seed: of the order, when it is planned here (default 0); otherwise what the plan's seed must be.
-        prefetch: blocks assembled ahead; 0: none, no threads (packed rows always have one reader).
+        prefetch: blocks assembled ahead; 0: none, no threads (packed rows always have one reader). A consumer that
+            takes under 50 us a block has them assembled in its own thread, which is faster than waking another.
         over: what becomes of records longer than `seq_len`: "truncate", "split" or "drop" (see `fit_rows`).
         token_budget: rows x width of a block at most, end-of-text included, when the order is planned here.
         dtype: of tokens and targets.
@@ -170,7 +162,7 @@ class TokenLoader(Iterator[Block]):
             self._reader = _PlannedReader(
                 opened, self.tokenizer, fingerprint, ready, rows, torch, dtype, rank, world, prefetch, threads
             )
-        self._next = self._reader.next
+        self._take = self._reader.take
         # By block number: what has to happen before the buffers of a lent block are written again.
         self._events: dict[int, Event] = {}
 
@@ -183,10 +175,7 @@ class TokenLoader(Iterator[Block]):
     def __next__(self) -> Block:
         if self._events:
             self._wait_until(self._reader.next_step - _LENT)
-        block = self._next()
-        if block is None:
-            raise StopIteration
-        return block
+        return self._take()
 
     def recycle_after(self, block: Block, event: Event) -> None:
         """Has the loader call `event.synchronize()` before it writes the block's buffers again.
@@ -235,6 +224,7 @@ class TokenLoader(Iterator[Block]):
             raise UsageError(f"loader state: next_step: expected 0 to {len(self)}, found {step!r}")
         self._wait_until(self._reader.next_step)
         self._reader.seek(step)
+        self._take = self._reader.take
 
     def close(self) -> None:
         """Stops the threads. Blocks in hand stay valid."""
@@ -252,11 +242,13 @@ class _Buffer:
 
     def __init__(self, size: int, dtype: str, torch: Any) -> None:
         self._tensor: Any = None
-        if torch is None:
-            self.array = np.empty(size, dtype)
-        else:
-            self._tensor = torch.empty(size, dtype=getattr(torch, dtype), pin_memory=torch.cuda.is_available())
+        self.pinned = torch is not None and torch.cuda.is_available()
+        if self.pinned:
+            self._tensor = torch.empty(size, dtype=getattr(torch, dtype), pin_memory=True)
             self.array = self._tensor.numpy()
+        else:  # numpy asks for huge pages: a fifth of the page faults of torch.empty, which cost a wide block its time
+            self.array = np.empty(size, dtype)
+            self._tensor = None if torch is None else torch.from_numpy(self.array)
 
     def view(self, start: int, size: int) -> Any:
         source = self.array if self._tensor is None else self._tensor
@@ -266,6 +258,42 @@ class _Buffer:
         if self._tensor is None:
             return np.ndarray((rows, width), self.array.dtype, self.array, start * self.array.itemsize)
         return self._tensor.as_strided((rows, width), (width, 1), start)
+
+
+def _views(tokens: _Buffer, targets: _Buffer, capacity: int, slot: int, rows: int, width: int) -> tuple[Any, Any]:
+    """The block of a slot, of which only the first rows x width elements are in use."""
+    return tokens.matrix(slot * capacity, rows, width), targets.matrix(slot * capacity, rows, width)
+
+
+def _block_maker(
+    tokens: _Buffer, targets: _Buffer, capacity: int, slots: int, rows: _PaddedRows | _PackedRows, torch: Any
+) -> Any:
+    if torch is None or tokens.pinned:
+        # A view of the pinned tensor itself: torch's allocator then knows of copies under way when it is freed.
+        return _core.BlockMaker(Block, partial(_views, tokens, targets, capacity), rows, slots)
+    imported = torch.utils.dlpack.from_dlpack
+    return _core.BlockMaker(Block, imported, rows, slots, tokens.array, targets.array, capacity)
+
+
+class _PaddedRows:
+    """What is known about the rows of padded blocks, by slot."""
+
+    def __init__(self, plan: BucketPlan, rows: RecordRows, slots: int, max_rows: int, torch: Any) -> None:
+        self._plan, self._rows, self._max_rows = plan, rows, max_rows
+        self.lengths_of, self.bytes_of = (_Buffer(slots * max_rows, "int64", torch) for _ in range(2))
+        self.cu_lengths_of = _Buffer(slots * (max_rows + 1), "int32", torch)
+
+    def lengths(self, slot: int, rows: int) -> Any:
+        return self.lengths_of.view(slot * self._max_rows, rows)
+
+    def row_bytes(self, slot: int, rows: int) -> Any:
+        return self.bytes_of.view(slot * self._max_rows, rows)
+
+    def records(self, index: int) -> NDArray[np.int64]:
+        return self._rows.record[self._plan[index]]
+
+    def cu_seqlens(self, slot: int, tokens: Any) -> Any:
+        return self.cu_lengths_of.view(slot * (self._max_rows + 1), len(tokens) + 1)
 
 
 class _PlannedReader:
@@ -287,14 +315,11 @@ class _PlannedReader:
     ) -> None:
         self.plan, self.rows = plan, rows
         self.steps = len(plan) // world
-        self.next_step = 0
         self._fingerprint, self._world = fingerprint, world
-        self._max_rows, self._capacity = _block_size(plan)
+        max_rows, capacity = _block_size(plan)
         slots = _core.BatchAssembler.slots(prefetch)
-        self._tokens, self._targets = (_Buffer(slots * self._capacity, dtype, torch) for _ in range(2))
-        self._lengths, self._bytes = (_Buffer(slots * self._max_rows, "int64", torch) for _ in range(2))
-        self._cu_lengths = _Buffer(slots * (self._max_rows + 1), "int32", torch)
-        self._views: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        tokens, targets = (_Buffer(slots * capacity, dtype, torch) for _ in range(2))
+        rest = _PaddedRows(plan, rows, slots, max_rows, torch)
         whole = rows.record_is_row
         self._arguments = {
             "shards": [shard.core for shard in shards],
@@ -305,59 +330,34 @@ class _PlannedReader:
             "rows": plan.records,
             "starts": _NO_INT64 if plan.is_fixed else plan.starts,
             "micro_batch": plan.micro_batch or 0,
-            "tokens": self._tokens.array,
-            "targets": self._targets.array,
-            "lengths": self._lengths.array,
-            "cu_lengths": self._cu_lengths.array,
-            "bytes": self._bytes.array,
-            "capacity": self._capacity,
-            "max_rows": self._max_rows,
+            "tokens": tokens.array,
+            "targets": targets.array,
+            "lengths": rest.lengths_of.array,
+            "cu_lengths": rest.cu_lengths_of.array,
+            "bytes": rest.bytes_of.array,
+            "capacity": capacity,
+            "max_rows": max_rows,
             "rank": rank,
             "world": world,
             "prefetch": prefetch,
             "threads": threads,
             "end_of_text": tokenizer.eot,
+            "maker": _block_maker(tokens, targets, capacity, slots, rest, torch),
         }
         self._core = _core.BatchAssembler(**self._arguments, start_step=0)
 
-    def next(self) -> Block | None:
-        item = self._core.next()
-        if item is None:
-            return None
-        index, slot, rows, width, targets, size = item
-        self.next_step += 1
-        tokens, aims = self._matrices(slot, rows, width)
-        return Block(self, slot, tokens, aims, index, size, targets, 0)
+    @property
+    def take(self) -> Callable[[], Block]:
+        """Hands out the next block; StopIteration at the end. Another one after `seek()`."""
+        return self._core.next
 
-    def _matrices(self, slot: int, rows: int, width: int) -> tuple[Any, Any]:
-        """(tokens, targets) of a slot. Making two torch views takes longer than assembling a small block, and shapes
-        come again: so views are kept."""
-        key = (slot, rows, width)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) == _MOST_VIEWS:
-                self._views.clear()
-            start = slot * self._capacity
-            views = self._tokens.matrix(start, rows, width), self._targets.matrix(start, rows, width)
-            self._views[key] = views
-        return views
-
-    def lengths(self, slot: int, rows: int) -> Any:
-        return self._lengths.view(slot * self._max_rows, rows)
-
-    def row_bytes(self, slot: int, rows: int) -> Any:
-        return self._bytes.view(slot * self._max_rows, rows)
-
-    def records(self, index: int) -> NDArray[np.int64]:
-        return self.rows.record[self.plan[index]]
-
-    def cu_seqlens(self, slot: int, tokens: Any) -> Any:
-        return self._cu_lengths.view(slot * (self._max_rows + 1), len(tokens) + 1)
+    @property
+    def next_step(self) -> int:
+        return self._core.next_step
 
     def seek(self, step: int) -> None:
         self._core.close()
         self._core = _core.BatchAssembler(**self._arguments, start_step=step)
-        self.next_step = step
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -377,53 +377,13 @@ class _PlannedReader:
         self._core.close()
 
 
-class _PackedReader:
-    """Blocks of a `TokenStream`."""
+class _PackedRows:
+    """What is known about packed rows: all of them are full."""
 
-    plan = None
-    rows = None
-
-    def __init__(self, shards: list[Any], tokenizer: Tokenizer, torch: Any, dtype: str, **arguments: Any) -> None:
-        self._torch = torch
-        self._keep: list[_Buffer] = []  # the stream's memory, pinned where CUDA is there
-        self._stream = TokenStream(shards, tokenizer=tokenizer, allocate=self._allocate, **arguments)
-        self.steps = len(self._stream)
-        rows, width = self._stream.batch_size, self._stream.seq_len
+    def __init__(self, rows: int, width: int, end_of_text: int, torch: Any) -> None:
         self._lengths = _Buffer(rows, "int64", torch)
         self._lengths.array[:] = width
-        # The stream writes int64; narrower ids take a copy, recycled as late as the stream's own buffers.
-        self._narrow: list[NDArray[Any]] = []
-        if dtype != "int64":
-            self._keep += [_Buffer(2 * rows * width, dtype, torch) for _ in range(_LENT + 1)]
-            self._narrow = [buffer.array.reshape(2, rows, width) for buffer in self._keep[-_LENT - 1 :]]
-
-    def _allocate(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        self._keep.append(_Buffer(math.prod(shape), "int64", self._torch))
-        return self._keep[-1].array.reshape(shape)
-
-    def _show(self, array: NDArray[Any]) -> Any:
-        return array if self._torch is None else self._torch.from_numpy(array)
-
-    def next(self) -> Block | None:
-        batch = next(self._stream, None)
-        if batch is None:
-            return None
-        tokens, targets = batch.tokens, batch.targets
-        if self._narrow:  # ids are below 2^31, as the vocabulary is
-            narrow = self._narrow[self.next_step % len(self._narrow)][:, : len(tokens)]
-            np.copyto(narrow[0], tokens, casting="same_kind")
-            np.copyto(narrow[1], targets, casting="same_kind")
-            tokens, targets = narrow
-        return Block(
-            self,
-            0,
-            self._show(tokens),
-            self._show(targets),
-            batch.index,
-            batch.bytes,
-            batch.scored_tokens,
-            batch.special_tokens,
-        )
+        self._end_of_text, self._torch = end_of_text, torch
 
     def lengths(self, slot: int, rows: int) -> Any:
         return self._lengths.view(0, rows)
@@ -436,9 +396,50 @@ class _PackedReader:
 
     def cu_seqlens(self, slot: int, tokens: Any) -> Any:
         flat = np.asarray(tokens).reshape(-1)
-        begins = flat == self._stream.eot
+        begins = flat == self._end_of_text
         begins[:: tokens.shape[1]] = True
-        return self._show(np.append(np.flatnonzero(begins), len(flat)).astype(np.int32))
+        bounds = np.append(np.flatnonzero(begins), len(flat)).astype(np.int32)
+        return bounds if self._torch is None else self._torch.from_numpy(bounds)
+
+
+class _PackedReader:
+    """Blocks of a `TokenStream`."""
+
+    plan = None
+    rows = None
+
+    def __init__(
+        self,
+        shards: list[Any],
+        tokenizer: Tokenizer,
+        torch: Any,
+        dtype: str,
+        *,
+        seq_len: int,
+        batch_size: int,
+        prefetch: int,
+        **arguments: Any,
+    ) -> None:
+        capacity = batch_size * seq_len
+        slots = _core.TokenStream.slots(prefetch)
+        tokens, targets = (_Buffer(slots * capacity, dtype, torch) for _ in range(2))
+        rows = _PackedRows(batch_size, seq_len, tokenizer.eot, torch)
+        buffers = iter((tokens.array, targets.array))
+        self._stream = TokenStream(
+            shards,
+            seq_len,
+            batch_size,
+            tokenizer=tokenizer,
+            prefetch=prefetch,
+            allocate=lambda shape: next(buffers).reshape(shape),
+            maker=_block_maker(tokens, targets, capacity, slots, rows, torch),
+            **arguments,
+        )
+        self.steps = len(self._stream)
+
+    @property
+    def take(self) -> Callable[[], Block]:
+        return self._stream.take
 
     @property
     def next_step(self) -> int:

@@ -169,7 +169,11 @@ class ThreadEncoders:
         return self._pool.submit(self._encode, split, documents)
 
     def _encode(self, split: str, run: Sequence[Document]) -> Encoded:
-        return encode_run(split, run, self._tokenizer)
+        # A thread's first run with the shared tokenizer: where there is one only, a twin would take as long to make.
+        self._own.runs = getattr(self._own, "runs", 0) + 1
+        if self._own.runs == 2:
+            self._own.twin = self._tokenizer.twin()
+        return encode_run(split, run, self._tokenizer if self._own.runs == 1 else self._own.twin)
 
 
 def encode_in_order(documents: Iterable[tuple[str, Document]], encoders: Encoders) -> Iterator[Encoded]:

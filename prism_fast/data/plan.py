@@ -617,6 +617,7 @@ def read_manifest(
     the file, the corpus or the order that comes out is not the one written down.
     """
     path = Path(path)
+    lengths = _as_lengths(lengths)  # what is wrong with these is not the manifest's fault
     try:
         document = orjson.loads(path.read_bytes())
         if document["schema"] != MANIFEST_SCHEMA or document["generator"] != GENERATOR:
@@ -636,8 +637,10 @@ def read_manifest(
             )
         plan = bucket_plan(rows.length, **document["parameters"])
         expected = document["order_sha256"]
-    except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
-        raise DataError(f"{path}: not a {MANIFEST_SCHEMA} manifest ({error!r})") from error
+    except DataError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:  # of the JSON, or of its values
+        raise DataError(f"{path}: not a {MANIFEST_SCHEMA} manifest ({error!r}); plan this corpus anew") from error
     if plan.digest != expected:
         raise DataError(f"{path}: the order replayed from its parameters has sha256 {plan.digest}, expected {expected}")
     return plan, rows

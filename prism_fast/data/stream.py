@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +20,7 @@ from prism_fast.protocol.errors import UsageError
 STATE_SCHEMA = "prism_token_stream.v1"
 
 
-@dataclass(slots=True)
-class StreamBatch:
+class StreamBatch(_core.BlockBase):  # type: ignore[misc]
     """One batch of rows.
 
     tokens, targets: int64 [rows, seq_len], views of recycled buffers: valid until the second `next()` after the one
@@ -31,6 +31,7 @@ class StreamBatch:
     index: batch number over all ranks.
     """
 
+    __slots__ = ()
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     index: int
@@ -38,6 +39,9 @@ class StreamBatch:
     scored_tokens: int
     special_tokens: int
     documents: int
+
+    def __repr__(self) -> str:
+        return f"StreamBatch(index={self.index}, rows={len(self.tokens)}, bytes={self.bytes})"
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class StreamPlan:
     corpus_bytes: int
 
 
+def _slot_views(tokens: npt.NDArray[Any], targets: npt.NDArray[Any], slot: int, rows: int, _: int) -> tuple[Any, Any]:
+    return tokens[slot, :rows], targets[slot, :rows]
+
+
 class TokenStream(Iterator[StreamBatch]):
     """Rows of the packed stream: for every document end-of-text and then its text, cut in rows that overlap by one.
 
@@ -73,7 +81,10 @@ class TokenStream(Iterator[StreamBatch]):
     tokenizer: needed only for shards of another tokenizer than "gpt2" and "bytes". access: as in `open_shard`.
     start_batch counts this rank's batches.
 
-    allocate: makes the int64 buffers, [prefetch + 2, batch_size, seq_len] each (pinned memory, say); default numpy.
+    allocate: makes the int64 (or int32) buffers, [prefetch + 2, batch_size, seq_len] each (pinned memory, say); default
+    numpy. maker: makes the batches (`_core.BlockMaker`), for loaders that are built on this one.
+
+    A consumer that takes under 50 us a batch has them read in its own thread, which is faster than waking another.
 
     Memory: (prefetch + 2) batches, whatever the size of the corpus. Errors of the reader (DataError, OSError) are
     raised by `next()`, after the batches that were read before them. Not usable after a fork (RuntimeError).
@@ -92,7 +103,8 @@ class TokenStream(Iterator[StreamBatch]):
         start_batch: int = 0,
         tokenizer: Tokenizer | None = None,
         access: str = "auto",
-        allocate: Callable[[tuple[int, ...]], npt.NDArray[np.int64]] | None = None,
+        allocate: Callable[[tuple[int, ...]], npt.NDArray[Any]] | None = None,
+        maker: Any = None,
     ) -> None:
         if basis not in ("tokens", "bytes"):
             raise ValueError(f"basis {basis!r}: expected 'tokens' or 'bytes'")
@@ -114,7 +126,8 @@ class TokenStream(Iterator[StreamBatch]):
         slots = _core.TokenStream.slots(prefetch)
         shape = (slots, batch_size, seq_len)
         self._tokens, self._targets = (allocate(shape) if allocate else np.zeros(shape, np.int64) for _ in range(2))
-        self._slots = list(zip(self._tokens, self._targets, strict=True))  # views, made once
+        views = partial(_slot_views, self._tokens, self._targets)
+        self._maker = maker or _core.BlockMaker(StreamBatch, views, None, slots)
         self._start(start_batch)
 
     def _start(self, batch: int) -> None:
@@ -131,9 +144,10 @@ class TokenStream(Iterator[StreamBatch]):
             end_of_text=self.eot,
             tokens=self._tokens,
             targets=self._targets,
+            maker=self._maker,
         )
         self._batches: int = self._core.batches
-        self._next_batch = batch
+        self.take: Callable[[], Any] = self._core.next
 
     def __len__(self) -> int:
         """Batches of this rank, from the first."""
@@ -143,15 +157,7 @@ class TokenStream(Iterator[StreamBatch]):
         return self
 
     def __next__(self) -> StreamBatch:
-        item = self._core.next()
-        if item is None:
-            raise StopIteration
-        slot, rows, index, size, scored, special, documents = item
-        self._next_batch += 1
-        tokens, targets = self._slots[slot]
-        if rows < self.batch_size:
-            tokens, targets = tokens[:rows], targets[:rows]
-        return StreamBatch(tokens, targets, index, size, scored, special, documents)
+        return self.take()
 
     def plan_summary(self) -> StreamPlan:
         """What all ranks together read and leave."""
@@ -183,7 +189,7 @@ class TokenStream(Iterator[StreamBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next `next()` goes on, with what the position belongs to. Prefetch depth is not part of it."""
-        return {**self._identity(), "next_batch": self._next_batch}
+        return {**self._identity(), "next_batch": self._core.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the position of `state`; UsageError when it belongs to another corpus, shape, rank or world."""

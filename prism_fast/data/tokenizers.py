@@ -104,6 +104,25 @@ class Tokenizer:
         lengths = np.fromiter(map(len, arrays), np.uint64, len(arrays))
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), lengths
 
+    def twin(self) -> Tokenizer:
+        """The same tokenizer with a tiktoken encoding of its own (60 ms), for another thread.
+
+        The regular expressions inside keep their scratch memory for the first thread that uses them; all others share
+        what is behind a lock, and take 15 % more processor time, whether or not they meet.
+        """
+        other = Tokenizer.__new__(Tokenizer)
+        other.__dict__.update(self.__dict__)
+        if self.encoding is not None:
+            import tiktoken
+
+            other.encoding = tiktoken.Encoding(
+                name=self.encoding.name,
+                pat_str=self.encoding._pat_str,
+                mergeable_ranks=self.encoding._mergeable_ranks,
+                special_tokens=self.encoding._special_tokens,
+            )
+        return other
+
     def encode_ordinary(self, text: str) -> Tokens:
         """uint32 tokens of `text`; lone surrogates count as U+FFFD, special tokens as ordinary text."""
         return self.encode_utf8(utf8(text)[0])

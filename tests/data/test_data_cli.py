@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from prism_fast.cli import data_commands
+from prism_fast.cli.progress import TerminalReporter
 from prism_fast.data.corpus import open_corpus
+from prism_fast.data.pack import Progress
 from prism_fast.data.shards import open_shard
 from prism_fast.protocol.errors import DataError, UsageError
 
@@ -100,3 +103,18 @@ def test_help_needs_no_torch_no_pyarrow_and_no_tokenizer():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_facts_are_called_unknown_and_a_missing_choice_names_its_options(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
+    shown = run("shards", "inspect", tmp_path / "a.npy", "--one-record")
+    assert "tokenizer  unknown" in shown and "None" not in shown
+    error = run("shards", "inspect", tmp_path / "a.npy", fails=DataError)
+    assert "--eot" in error and "--one-record" in error
+
+
+def test_a_rate_is_shown_once_there_is_one():
+    stream = io.StringIO()
+    reporter = TerminalReporter(stream)
+    reporter.packing(Progress("pack", 5, 100, 1, 1, 5))
+    assert stream.getvalue() == ""

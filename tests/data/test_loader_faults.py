@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prism_fast.data import TokenLoader, write_shard
-from prism_fast.data.tokenizers import reference_tokenizer
+from prism_fast.data import Block, TokenLoader, write_shard
+from prism_fast.data.tokenizers import Tokenizer, reference_tokenizer
 from prism_fast.protocol.errors import DataError, UsageError
 
 BYTES = reference_tokenizer("bytes")
@@ -202,3 +203,42 @@ def test_abandoned_loaders_stop_their_threads(shard: Path) -> None:
     for _ in range(20):
         next(TokenLoader(shard, 8, 2, output="numpy", prefetch=2, threads=4))
     assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+@pytest.mark.parametrize("plan", [8, "packed"])
+def test_an_id_that_32_bits_cannot_hold_is_named_whatever_the_block_holds(
+    tmp_path: Path, plan: Any, dtype: Any
+) -> None:
+    strings = [bytes([i % 256]) * (i // 4096 + 1) for i in range(70_000)] + [b""]
+    wide = Tokenizer("wide", strings, {"<|endoftext|>": 70_000}, "", None)
+    path = tmp_path / "a.prsh"
+    write_shard(path, [[1, 2, 69_999]], tokenizer=wide)
+    assert next(TokenLoader(path, plan, 1, 4, tokenizer=wide, dtype=dtype)).tokens.tolist() == [[70_000, 1, 2, 69_999]]
+    data = bytearray(path.read_bytes())
+    data[256 + 4 : 256 + 8] = (2**32 - 5).to_bytes(4, "little")  # -5 as int32, no id at all
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.prsh: record 0.*below 70001, found 4294967291"):
+        next(TokenLoader(path, plan, 1, 4, tokenizer=wide, dtype=dtype))
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+@pytest.mark.parametrize("plan", [8, "packed"])
+def test_blocks_outlive_their_loader_and_nothing_else_does(shard: Path, plan: Any, output: Any) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    loader = TokenLoader(shard, plan, 2, 32, output=output)
+    other = TokenLoader(shard, plan, 2, 32, output=output)
+    block, expected = next(loader), next(other)
+    gone = weakref.ref(loader._reader)
+    del loader
+    assert gone() is None  # at once: no cycle keeps threads and buffers until a collection
+    assert block.tokens.tolist() == expected.tokens.tolist()
+    assert block.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+    assert block.lengths.tolist() == expected.lengths.tolist()
+    other.close()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_blocks_are_made_by_loaders_alone() -> None:
+    with pytest.raises(TypeError, match="Block"):
+        Block()

@@ -361,3 +361,16 @@ def test_progress_reaches_the_end(tmp_path):
     assert seen[-1].bytes_done == seen[-1].bytes_total == (tmp_path / "a.jsonl").stat().st_size
     assert (seen[-1].documents, seen[-1].text_bytes) == (5000, open_shard(
         tmp_path / "out/train/shard-00000.prsh").n_bytes)  # fmt: skip
+
+
+def test_parquet_ids_that_are_not_utf8_and_damaged_pages_are_named(tmp_path):
+    ids = pa.array([b"a", b"\x9a"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": ["x", "y"], "id": ids}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet:2: expected UTF-8 under 'id', found b'\\x9a'"):
+        pack([tmp_path / "a.parquet"], tmp_path / "out", BYTES)
+    pq.write_table(pa.table({"text": ["some text"] * 2000}), tmp_path / "b.parquet", use_dictionary=False)
+    data = bytearray((tmp_path / "b.parquet").read_bytes())
+    data[4:12] = b"\xff" * 8  # the first page's header, which is read when its rows are
+    (tmp_path / "b.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"b\.parquet:1: the file is damaged or cut short"):
+        pack([tmp_path / "b.parquet"], tmp_path / "out2", BYTES)

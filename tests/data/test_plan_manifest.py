@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,25 @@ def test_a_file_that_is_no_manifest_is_refused(tmp_path: Path, lengths: np.ndarr
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(DataError, match=r"plan\.json: not a prism_bucket_plan\.v1 manifest"):
         read_manifest(tmp_path / "plan.json", lengths)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("micro_batch", 0), ("micro_batch", "2"), ("micro_batch", 2**70), ("bucket", -8), ("bucket", "wide"),
+     ("seed", -1), ("seed", 2**64), ("token_budget", 1), ("nonsense", 1)],
+)  # fmt: skip
+def test_altered_parameters_are_faults_of_the_file(tmp_path: Path, lengths: np.ndarray, key: str, value: Any) -> None:
+    path = write(tmp_path, lengths, micro_batch=2, buckets=[8])
+    document = orjson.loads(path.read_bytes())
+    document["parameters"][key] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match=r"plan\.json: .*(not a .* manifest|replayed from its parameters)"):
+        read_manifest(path, lengths)
+
+
+@pytest.mark.parametrize("changed", [{"seq_len": 0}, {"seq_len": "9"}, {"over": "cut"}])
+def test_altered_row_limits_are_faults_of_the_file(tmp_path: Path, lengths: np.ndarray, changed: dict) -> None:
+    path = write(tmp_path, lengths, micro_batch=2, buckets=[8], seq_len=100)
+    path.write_text(json.dumps({**orjson.loads(path.read_bytes()), **changed}))
+    with pytest.raises(DataError, match=r"plan\.json: not a .* manifest"):
+        read_manifest(path, lengths)

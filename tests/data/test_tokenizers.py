@@ -124,3 +124,13 @@ def test_bad_rank_files_are_named(tmp_path, content, message):
     (tmp_path / "x.tiktoken").write_bytes(content)
     with pytest.raises(DataError, match=message):
         tokenizer_from_file(tmp_path / "x.tiktoken")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_a_twin_gives_the_same_tokens_from_an_encoding_of_its_own(name: str) -> None:
+    tokenizer = reference_tokenizer(name)
+    twin = tokenizer.twin()
+    text = "A twin's <|endoftext|> naïve 🙂 12345 text\n" * 3
+    assert twin.encode_ordinary(text).tolist() == tokenizer.encode_ordinary(text).tolist()
+    assert twin.fingerprint == tokenizer.fingerprint
+    assert twin.encoding is None or twin.encoding is not tokenizer.encoding

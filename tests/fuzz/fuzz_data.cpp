@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "batch_assembler.hpp"
 #include "foreign.hpp"
 #include "token_stream.hpp"
 
@@ -87,6 +88,35 @@ std::filesystem::path lay_out(Format format, const std::uint8_t* data, std::size
   return at(format == kMegatron ? "a.bin" : "a.ds");
 }
 
+/// Padded blocks of the records, or of their ends, from the last to the first; now and then of a row that is not there.
+void assemble_all(const prism::Shards& shards, std::uint8_t choice) {
+  constexpr std::uint64_t kMaxRows = 3;
+  constexpr std::uint64_t kCapacity = 4096;
+  std::vector<std::int64_t> record, start, length, order;
+  for (std::uint64_t i = 0; i < std::min<std::uint64_t>(shards[0]->records(), kRecordsRead); ++i) {
+    const auto tokens = static_cast<std::int64_t>(std::min<std::uint64_t>(shards[0]->range(i).length, 1024));
+    record.push_back(static_cast<std::int64_t>(i));
+    start.push_back(tokens / (1 + choice % 3));
+    length.push_back(choice % 5 == 0 ? tokens : tokens - start.back());
+  }
+  const auto rows = static_cast<std::int64_t>(record.size());
+  for (std::int64_t i = rows; i-- > (choice % 7 == 0 ? -1 : 0);) order.push_back(i);
+  const bool whole = choice & 32;
+  const prism::RowTable table_of_rows = whole ? prism::RowTable{} : prism::RowTable{record, start, length};
+  prism::BatchAssembler::Config config;
+  config.prefetch = choice % 3;
+  config.end_of_text = kEndOfText;
+  const std::size_t slots = prism::BatchAssembler::slots(config.prefetch);
+  std::vector<std::int32_t> tokens(slots * kCapacity), targets(slots * kCapacity), cu_lengths(slots * (kMaxRows + 1));
+  std::vector<std::int64_t> lengths(slots * kMaxRows), bytes(slots * kMaxRows);
+  const prism::BlockBuffers buffers{
+      prism::TokenBuffers<std::int32_t>{tokens, targets}, lengths, cu_lengths, bytes, kCapacity, kMaxRows};
+  prism::BatchAssembler assembler({shards[0]}, table(), table_of_rows, {order, {}, kMaxRows}, buffers, config);
+  prism::Block block;
+  while (assembler.next(block, 60'000) == prism::BatchAssembler::Wait::ready) {
+  }
+}
+
 /// Everything a reader does with a shard that opened.
 void read_all(const std::shared_ptr<Shard>& shard, std::uint8_t choice) {
   std::vector<std::byte> scratch;
@@ -118,6 +148,7 @@ void read_all(const std::shared_ptr<Shard>& shard, std::uint8_t choice) {
   if (!shard->knows_utf8_bytes()) attempt([&] { shard->count_utf8_bytes(*table()); });
   if (!shard->knows_utf8_bytes()) return;
   const prism::Shards shards{shard, shard};
+  if (choice % 4 == 0) attempt([&] { assemble_all(shards, choice); });
   for (const auto basis : {prism::Basis::tokens, prism::Basis::bytes}) {
     attempt([&] {
       prism::StreamCursor cursor(shards, *table(), basis, kEndOfText);
@@ -139,7 +170,7 @@ void read_all(const std::shared_ptr<Shard>& shard, std::uint8_t choice) {
       const std::size_t size = prism::TokenStream::slots(config.prefetch) * config.batch_size * config.seq_len;
       std::vector<std::int64_t> tokens(size);
       std::vector<std::int64_t> targets(size);
-      prism::TokenStream stream(shards, table(), config, tokens, targets);
+      prism::TokenStream stream(shards, table(), config, prism::TokenBuffers<std::int64_t>{tokens, targets});
       prism::StreamBatch batch;
       for (int i = 0; i < 20 && stream.next(batch, 60'000) == prism::TokenStream::Wait::ready; ++i) {
       }

@@ -79,10 +79,16 @@ def mutated(data: bytes, source: random.Random) -> bytes:
 
 
 def fuzz_python(inputs: int, seed: int) -> dict[str, int]:
-    """Manifests, JSON lines, gzip and rank files: whatever the bytes, one of our errors or a good result."""
+    """Manifests of corpora and plans, text in every wrapping, rank files: one of our errors or a good result."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import zstandard
+
     from prism_fast.data.corpus import corpus_faults, open_corpus
     from prism_fast.data.documents import DocumentReader, find_sources
     from prism_fast.data.pack import pack
+    from prism_fast.data.plan import bucket_plan, fit_rows, read_manifest, write_manifest
     from prism_fast.data.tokenizers import parse_ranks, reference_tokenizer
     from prism_fast.protocol.errors import DataError, UsageError
 
@@ -92,12 +98,25 @@ def fuzz_python(inputs: int, seed: int) -> dict[str, int]:
         for i, text in enumerate(["plain", "", "é🙂\ud800", "a\nb", "\x00" * 3, "<|endoftext|>"])
     )
     ranks = (ROOT / "prism_fast/data/assets/gpt2.tiktoken").read_bytes()[:4000]
-    counts = {"manifest": 0, "jsonl": 0, "jsonl.gz": 0, "ranks": 0}
+    wrap = {
+        "jsonl": lambda data: data,
+        "jsonl.gz": lambda data: gzip.compress(data, 1),
+        "jsonl.zst": zstandard.compress,
+    }
+    table = pa.BufferOutputStream()
+    pq.write_table(pa.table({"id": ["a", "b"], "text": ["some text", None]}), table)
+    parquet = table.getvalue().to_pybytes()
+    lengths = np.arange(1, 40)
+    counts = dict.fromkeys(("manifest", "plan", "ranks", "parquet", *wrap), 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "in.jsonl").write_bytes(lines)
         pack([folder / "in.jsonl"], folder / "out", reference_tokenizer("bytes"), documents_per_shard=4)
         manifest = (folder / "out/MANIFEST.json").read_bytes()
+        rows = fit_rows(lengths, 30, "split")
+        ordered = bucket_plan(rows.length, 2, 8, 1)
+        write_manifest(folder / "plan.json", ordered, corpus={"name": "c"}, rows=rows, truncation={}, report={})
+        plan = (folder / "plan.json").read_bytes()
         for i in range(inputs):
             kind = list(counts)[i % len(counts)]
             try:
@@ -107,10 +126,17 @@ def fuzz_python(inputs: int, seed: int) -> dict[str, int]:
                     list(corpus_faults(folder / "out"))
                 elif kind == "ranks":
                     parse_ranks(mutated(ranks, source), "ranks")
+                elif kind == "plan":
+                    (folder / "plan.json").write_bytes(mutated(plan, source))
+                    read_manifest(folder / "plan.json", lengths)
                 else:
                     path = folder / f"a.{kind}"
-                    data = mutated(lines, source) if source.random() < 0.8 else lines
-                    path.write_bytes(mutated(gzip.compress(data, 1), source) if kind == "jsonl.gz" else data)
+                    if kind == "parquet":
+                        path.write_bytes(mutated(parquet, source))
+                    else:
+                        data = mutated(lines, source) if source.random() < 0.8 else lines
+                        wrapped = wrap[kind](data)
+                        path.write_bytes(wrapped if kind == "jsonl" else mutated(wrapped, source))
                     reader = DocumentReader(find_sources([path]), on_error=source.choice(["raise", "skip"]))
                     for document in reader:
                         document.data.decode()
