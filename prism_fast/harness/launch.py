@@ -39,6 +39,7 @@ from prism_fast.protocol.errors import (
     EngineFault,
     PrismError,
 )
+from prism_fast.protocol.manifest import HeadBlock
 from prism_fast.protocol.run_spec import RunSpec
 
 POLL_S = 0.1
@@ -108,6 +109,7 @@ def done_facts(document: Any) -> dict[str, Any]:
         "peak_rss_bytes": int(_number(document, "peak_rss_bytes")),
         "stopped_reason": str(document["stopped_reason"])[:100],
         "returned": None if returned is None else str(returned)[:1000],
+        "head": HeadBlock.model_validate(document.get("head") or {}).model_dump(),
     }
 
 
@@ -435,6 +437,7 @@ class Trainer:
         if self.session is not None:
             for done in self.result.done.values():
                 done["stopped_reason"] = self.session.stopped_reason or c.STOP_BUNDLE_RETURNED
+                done["head"] = self.session.head.document()
         if self.ledger.incomplete_indices:
             raise BundleFailed(
                 f"the ranks did not take equal steps: {self.ledger.incomplete_indices} batches lack a rank's record",

@@ -173,6 +173,9 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
             f"--capture fused takes the loss of the bundle's own forward, which --seal {request.seal} --accounting "
             f"{request.accounting} does not see; use --seal open --accounting exact, or --capture strict"
         )
+    if request.head == "fused" and (request.capture == "fused" or request.accounting != "exact"):
+        other = "--capture fused" if request.capture == "fused" else f"--accounting {request.accounting}"
+        raise UsageError(f"--head fused leaves the logits out, which {other} is about; use --head plain with it")
     if request.accounting != "exact":
         if request.seal != "open" or request.nproc != 1:
             raise UsageError(
@@ -261,6 +264,7 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         seed=seed,
         seal=request.seal,  # type: ignore[arg-type]
         capture=request.capture,  # type: ignore[arg-type]
+        head=request.head,  # type: ignore[arg-type]
         isolation=prepared.isolation,  # type: ignore[arg-type]
         accounting=request.accounting,  # type: ignore[arg-type]
         tokenizer=prepared.tokenizer.name,

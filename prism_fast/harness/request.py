@@ -44,6 +44,7 @@ class ScoreRequest:
     accounting: str = "exact"
     seal: str = "sealed"
     capture: str = "strict"
+    head: str = "plain"
     isolation: str = "auto"
     device: str = "auto"
     torch_threads: int | None = None

@@ -190,6 +190,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
             "save_s": perf_counter() - trained_s,
             "forward_flops": instrument.forward_flops() if rank == 0 else None,
+            "head": source.head_document() if isinstance(source, OpenSource) and spec.exact else None,
             "rank_report": report.document(instrument.model) if report else None,
         },
     )

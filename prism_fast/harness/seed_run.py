@@ -11,6 +11,7 @@ from typing import Any
 
 import prism_fast
 from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.head_choice import HeadChoice
 from prism_fast.harness.heldout import score_heldout
 from prism_fast.harness.interrupt import StopFlag
 from prism_fast.harness.isolation import Sandbox
@@ -54,6 +55,7 @@ class SeedRun:
         self.environment = bundle_environment(prepared, spec, run_dir)
         self.session: SealedSession | None = None
         self._probes = 0  # in held-out scoring
+        self._head: dict[str, Any] | None = None  # of training and held-out scoring together
 
     def run(self) -> m.RunManifest:
         began = monotonic()
@@ -187,6 +189,7 @@ class SeedRun:
             basis = "tokens" if spec.tokenizer == "bytes" else trained.model["basis"]
             basis_tokenizer = prepared.tokenizer if basis == "tokens" else prepared.byte_tokenizer
             evaluator.n_vocab = basis_tokenizer.n_vocab
+            head = HeadChoice(trained.done[0]["head"]["used"])
             heldout, report = score_heldout(
                 evaluator,
                 self.session.shadow if self.session is not None else None,
@@ -200,7 +203,11 @@ class SeedRun:
                 val_byte_budget=spec.val_byte_budget,
                 run_dir=self.run_dir,
                 before_batch=before_batch,
+                head=head,
             )
+            self._head = {**trained.done[0]["head"], "heldout": "fused" if head.fused else "plain"}
+            self._head["reason"] = self._head["reason"] or head.reason
+            self._head["audits"] += head.audits
         finally:
             evaluator.close()
         write_json(self.run_dir / c.HELDOUT_FILE, report)
@@ -269,6 +276,7 @@ class SeedRun:
             wall_s=wall_s,
             heldout_s=heldout_s,
             ineligible_reasons=_ineligible(spec, stopped_reason, score, prepared),
+            head=m.HeadBlock.model_validate(self._head or trained.done[0]["head"]),
             pin=_pin_block(self.request),
             distributed_contract=_contract_block(prepared),
             script_sha256={name: sha256_hex(script) for name, script in prepared.bundle.scripts.items()},
