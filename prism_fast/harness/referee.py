@@ -7,6 +7,7 @@ moment; it says "incomplete" until the manifest beside it is whole, so a killed 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
 from pathlib import Path
@@ -62,6 +63,8 @@ def score_bundle(
     """
     reporter = reporter or SilentReporter()
     stop = stop or StopFlag()
+    # The scorer's idle threads must not spin: they share their cores with the trainer. Read when torch is first loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with graceful_interrupts(stop):
         prepared = _prepare(request, reporter)
         request.out.mkdir(parents=True, exist_ok=True)
