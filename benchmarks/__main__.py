@@ -6,7 +6,7 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead: what scoring costs; step_time, mask: profiles.md's probes on the examples.
+# overhead, head_fusion, growth: what scoring costs, and as runs get longer; step_time, mask: profiles.md's probes on the examples.
 NAMES = (
     "losses",
     "planner",
@@ -16,6 +16,8 @@ NAMES = (
     "bucketed_loader",
     "transformers_patch",
     "overhead",
+    "head_fusion",
+    "growth",
     "step_time",
     "mask",
 )
