@@ -6,7 +6,8 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead, head_fusion, growth: what scoring costs, and as runs get longer; step_time, mask: profiles.md's probes on the examples.
+# overhead, head_fusion, growth: what scoring costs, and as runs get longer; step_time, mask: profiles.md's probes on
+# the examples.
 NAMES = (
     "losses",
     "planner",
