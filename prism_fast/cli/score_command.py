@@ -192,6 +192,7 @@ def score(
     """
     from prism_fast.cli.scoring import score_and_report
     from prism_fast.harness.referee import ScoreRequest
+    from prism_fast.profiling.machine import process_age_s
     from prism_fast.protocol.knobs import Given, settle_knobs
     from prism_fast.report.tables import print_summary
 
@@ -232,6 +233,7 @@ def score(
         prefetch=prefetch,
         resume=resume,
         cache_dir=cache_dir,
+        command_s=process_age_s(),
     )
     summary = score_and_report(request, as_json=log_format is LogFormat.json, metrics=metrics)
     if json:

@@ -98,14 +98,40 @@ class SealedSession:
             )
 
         self._ranks = [_Rank(start(rank)) for rank in range(spec.world_size)]
-        self.shadow = start(0)
+        self._shadow: Evaluator | None = None
+        self._shadow_adopted = False
+        self._start = start
         self._plan: ProbePlan | None = None
         self._buffer_digests: dict[str, bytes] = {}
         self._filler: Any = None
         self._tokens_seen = 0
         # Importing torch takes as long as the children's own start: it runs beside them.
-        self._torch = threading.Thread(target=_import_torch, daemon=True)
+        self._torch = threading.Thread(target=import_torch, daemon=True)
         self._torch.start()
+
+    def set_shadow_deadline(self, deadline: Callable[[], float]) -> None:
+        """For held-out scoring, whose time is its own."""
+        self.start_shadow()
+        assert self._shadow is not None
+        self._shadow.set_deadline(deadline)
+
+    def start_shadow(self) -> None:
+        """Once a rank is up: until then its imports would take the processor from those that the start waits for."""
+        if self._shadow is None:
+            self._shadow = self._start(0)
+
+    @property
+    def shadow(self) -> Evaluator:
+        """The shadow evaluator with rank 0's weights adopted, which is waited for at its first use."""
+        self.start_shadow()
+        assert self._shadow is not None
+        if not self._shadow_adopted:
+            state = self._ranks[0]
+            assert state.region is not None
+            self._shadow.n_vocab = state.evaluator.n_vocab
+            self._shadow.adopt(state.layout, state.region, check_init=False)  # the scored evaluator has checked it
+            self._shadow_adopted = True
+        return self._shadow
 
     # -------------------------------------------------------------------------------------------- weights are shown
 
@@ -168,9 +194,8 @@ class SealedSession:
         state.region.close_to_writers()
         basis = state.request["basis"]
         n_vocab = self.data.basis_tokenizer(basis).n_vocab
-        for evaluator in (state.evaluator, self.shadow) if rank == 0 else (state.evaluator,):
-            evaluator.n_vocab = n_vocab
-            evaluator.adopt(state.layout, state.region, check_init=True)
+        state.evaluator.n_vocab = n_vocab
+        state.evaluator.adopt(state.layout, state.region, check_init=True)
         state.stream = self._open_stream(TokenStream, state.request, rank)
         if rank == 0:
             from prism_fast.harness.state_layout import from_json
@@ -322,7 +347,9 @@ class SealedSession:
 
     @property
     def processes(self) -> set[int]:
-        return {self.shadow.process.pid, *(state.evaluator.process.pid for state in self._ranks)}
+        started = [state.evaluator for state in self._ranks]
+        started += [] if self._shadow is None else [self._shadow]
+        return {evaluator.process.pid for evaluator in started}
 
     def final_state(self) -> tuple[Any, SharedRegion]:
         """-> (layout, region) of rank 0's weights as the trainer left them."""
@@ -343,7 +370,8 @@ class SealedSession:
             state.evaluator.close()
             if state.stream is not None:
                 state.stream.close()
-        self.shadow.close()
+        if self._shadow is not None:
+            self._shadow.close()
 
 
 def checked_request(document: Any, spec: RunSpec) -> dict[str, Any]:
@@ -378,5 +406,5 @@ def _bytes_of(flat: Any) -> Any:
     return flat.view(torch.uint8).numpy()
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
     import prism_fast.kernels  # noqa: F401

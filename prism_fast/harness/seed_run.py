@@ -181,7 +181,7 @@ class SeedRun:
             torch.set_num_threads(self.request.scorer_threads or usable_cpus())
             if self.session is not None:
                 layout, region = self.session.final_state()
-                self.session.shadow.set_deadline(deadline)
+                self.session.set_shadow_deadline(deadline)
             else:
                 layout, region = load_state(self.run_dir / c.WEIGHTS_FILE)
             if not spec.exact:
@@ -267,10 +267,7 @@ class SeedRun:
             stopped_reason=stopped_reason,
             startup_s={
                 **prepared.seconds,
-                "launch": trained.launch_s,
-                "imports": trained.hello[0]["import_s"],
-                "prepare": trained.hello[0]["prepare_s"],
-                "bundle_import": trained.started[0]["bundle_import_s"],
+                **startup_parts(trained),
             },
             train_s=trained.train_s,
             wall_s=wall_s,
@@ -287,6 +284,22 @@ class SeedRun:
         write_json(run_dir / c.THROUGHPUT_PROFILE_FILE, profile.model_dump(mode="json"))
         write_json(run_dir / c.RUN_MANIFEST_FILE, manifest.model_dump(mode="json"))
         return manifest
+
+
+def startup_parts(trained: TrainerResult) -> dict[str, float]:
+    """Seconds from the spawn of the ranks to the first predicted batch, in parts that add up."""
+    imports, prepare = trained.hello[0]["import_s"], trained.hello[0]["prepare_s"]
+    bundle, first = trained.started[0]["bundle_import_s"], trained.first_batch_s or 0.0
+    return {
+        "launch": max(
+            0.0, trained.launch_s - imports - prepare
+        ),  # sandbox, interpreter and, of several ranks, torchrun
+        "imports": imports,
+        "prepare": prepare,
+        "bundle_import": bundle,
+        "evaluators": trained.adoption_s,
+        "bundle_setup": max(0.0, first - trained.adoption_s),  # build_model, optimizer, and the first prediction
+    }
 
 
 def _pin_block(request: ScoreRequest) -> m.PinBlock | None:
