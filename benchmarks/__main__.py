@@ -6,7 +6,7 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead, head_fusion, growth: what scoring costs, and as runs get longer; step_time, mask: profiles.md's probes on
+# overhead, head_fusion, growth, startup, heldout: what scoring costs, at length, before and after; step_time, mask: profiles.md's probes on
 # the examples.
 NAMES = (
     "losses",
@@ -19,6 +19,8 @@ NAMES = (
     "overhead",
     "head_fusion",
     "growth",
+    "startup",
+    "heldout",
     "step_time",
     "mask",
 )
