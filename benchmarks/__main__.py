@@ -6,8 +6,8 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead, head_fusion, growth, startup, heldout: what scoring costs, at length, before and after; step_time, mask: profiles.md's probes on
-# the examples.
+# overhead, head_fusion, feed: what scoring costs; growth, startup, heldout: at length, before and after;
+# step_time, mask: profiles.md's probes on the examples.
 NAMES = (
     "losses",
     "planner",
@@ -18,6 +18,7 @@ NAMES = (
     "transformers_patch",
     "overhead",
     "head_fusion",
+    "feed",
     "growth",
     "startup",
     "heldout",
