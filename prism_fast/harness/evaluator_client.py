@@ -75,8 +75,9 @@ class Prediction:
     """An evaluator's answer [rows, width, V]: logits, or a head's input. Valid until the next prediction.
 
     The evaluator may go on writing to the shared memory, and must not be scored on one answer and probed on another:
-    so whatever is read there is read once. A head's input is copied at once; logits are copied piece by piece while
-    they are scored, or, where they are needed again, as a whole before that (`keep`).
+    so whatever is read there is read once, and at the same pace whether a probe follows or not (a difference would be
+    a time to write at). A head's input is copied at once; logits are copied piece by piece while they are scored, into
+    one piece's memory or, where they are needed again (`keep`), into that of all.
     """
 
     def __init__(
@@ -87,22 +88,26 @@ class Prediction:
         self.head, self.forward_s, self.why_plain = head, forward_s, why_plain
         self._shared, self._buffer = shared, buffer
         self._logits: Any = None
+        self._kept = False
         self.head_width = int(shared.shape[2] if head is None else head.weight.shape[0])
 
     def keep(self) -> None:
-        """Makes `logits` this process's own; before `nll` where both are needed."""
-        if self.head is None and self._logits is None:
-            if self._shared is None:
-                raise RuntimeError("the logits were scored piece by piece and are gone: keep() comes first")
-            self._logits, self._shared = self._private(self._shared), None
+        """The logits that `nll` is about to read will be needed again."""
+        self._kept = True
 
     @property
     def logits(self) -> Any:
-        """A CPU tensor [rows, width, V] of this process's own; made here where the answer is a head's input."""
+        """A CPU tensor [rows, width, V] of this process's own; made here where the answer is a head's input.
+
+        After `nll` only what was kept is there: RuntimeError otherwise.
+        """
         if self.head is not None:
             hidden = self.head.hidden
             return self.logits_between(0, hidden.shape[0] * hidden.shape[1]).view(*hidden.shape[:2], self.head_width)
-        self.keep()
+        if self._logits is None:
+            if self._shared is None:
+                raise RuntimeError("the logits were scored piece by piece and are gone: keep() comes first")
+            self._logits, self._shared = self._private(self._shared), None
         return self._logits
 
     def logits_between(self, first: int, last: int) -> Any:
@@ -127,17 +132,26 @@ class Prediction:
                 return token_nll(self.head.hidden, targets, weight=self.head.weight, bias=self.head.bias)
         if self._logits is not None:
             return token_nll(self._logits, targets)
-        shared, self._shared = self._shared.view(-1, self.head_width), None
+        answer, self._shared = self._shared, None
+        shared, flat = answer.view(-1, self.head_width), targets.view(-1)
         step = max(1, PIECE_BYTES // (shared.shape[1] * shared.element_size()))
-        flat = targets.view(-1)
-        pieces: list[Any] = []
+        whole = self._own(shared if self._kept else shared[:step])
+        losses: list[Any] = []
         for first in range(0, len(flat), step):  # a row's bits do not depend on the rows beside it
-            pieces.append(token_nll(self._private(shared[first : first + step]), flat[first : first + step]))
-        return torch.cat(pieces).view(targets.shape)
+            piece = shared[first : first + step]
+            own = whole[first : first + step] if self._kept else whole[: len(piece)]
+            losses.append(token_nll(own.copy_(piece), flat[first : first + step]))
+        if self._kept:
+            self._logits = whole.view(answer.shape)
+        return torch.cat(losses).view(targets.shape)
+
+    def _own(self, like: Any) -> Any:
+        """Private memory for a tensor of this shape and dtype."""
+        size = like.numel() * like.element_size()
+        return self._buffer(size)[:size].view(like.dtype).view(like.shape)
 
     def _private(self, shared: Any) -> Any:
-        size = shared.numel() * shared.element_size()
-        return self._buffer(size)[:size].view(shared.dtype).view(shared.shape).copy_(shared)
+        return self._own(shared).copy_(shared)
 
 
 @contextlib.contextmanager
