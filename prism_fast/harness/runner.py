@@ -1,4 +1,4 @@
-"""One trainer rank: `torchrun ... -m prism_fast.harness.runner`. Runs the bundle's `train(ctx)`; not for people.
+"""One trainer rank, under torchrun where there are several: runs the bundle's `train(ctx)`. Not for people.
 
 Reads its job from the file named by PRISM_RUN_JOB, sets seeds and flags before any bundle code is imported, and
 reports to the referee over the job's socket. How it ended travels there too: torchrun makes 1 of every exit code.
