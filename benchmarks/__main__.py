@@ -6,7 +6,8 @@ import importlib
 import sys
 
 # padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead: what scoring costs; step_time, mask: profiles.md's probes on the examples.
+# overhead, head_fusion, feed: what scoring costs; growth, startup, heldout: at length, before and after;
+# step_time, mask: profiles.md's probes on the examples.
 NAMES = (
     "losses",
     "planner",
@@ -16,6 +17,11 @@ NAMES = (
     "bucketed_loader",
     "transformers_patch",
     "overhead",
+    "head_fusion",
+    "feed",
+    "growth",
+    "startup",
+    "heldout",
     "step_time",
     "mask",
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import machine, save
+from benchmarks.measure import RESULTS, machine, save
 from prism_fast.profiling.overhead import measure_overhead
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
@@ -41,11 +41,22 @@ def write_decoder(folder: Path, model: str, vocab: int) -> Path:
     return bundle
 
 
+def kept_rows(measured: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Rows of the models that were not measured now, if this machine and torch made them."""
+    file = RESULTS / "overhead.json"
+    if not file.is_file():
+        return []
+    document = json.loads(file.read_text())
+    if document["machine"] != machine() or document["versions"] != {"torch": torch.__version__}:
+        return []
+    return [row for row in document["rows"] if row["model"] not in measured]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the example decoder at 128 tokens, once")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
-    parser.add_argument("--model", choices=tuple(MODELS), default=None, help="this one alone; the file is for both")
+    parser.add_argument("--model", choices=tuple(MODELS), default=None, help="this one alone; the file keeps the other")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     models = (arguments.model,) if arguments.model else ("example",) if arguments.quick else tuple(MODELS)
@@ -79,7 +90,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"rows": rows}))
     elif not arguments.quick:
-        save("overhead", {"torch": torch.__version__}, rows)
+        save("overhead", {"torch": torch.__version__}, [*kept_rows(models), *rows])
 
 
 if __name__ == "__main__":

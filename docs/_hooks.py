@@ -2,7 +2,8 @@
 
 A page holds a marker on a line of its own: `<!-- commands -->`, `<!-- schemas -->`, or
 `<!-- measured FILE column:format ... -->`, whose table has the rows of benchmarks/results/FILE.json that have every
-column. A marker that finds nothing is a warning, which ends a strict build.
+column. A marker that finds nothing is a warning, which ends a strict build; a benchmark that is there and has not been
+run yet says so on the page.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ def measured(arguments: str) -> str:
     name, *columns = arguments.split()
     file = ROOT / "benchmarks" / "results" / f"{name}.json"
     if not file.is_file():
-        log.warning("benchmarks/results/%s.json is not there; run python -m benchmarks %s", name, name)
-        return ""
+        if not (ROOT / "benchmarks" / f"{name}.py").is_file():
+            log.warning("there is neither benchmarks/results/%s.json nor benchmarks/%s.py to make it", name, name)
+        return f"*Not measured yet: `python -m benchmarks {name}`.*"
     document = json.loads(file.read_text())
     wanted = [column.partition(":") for column in columns]
     rows = [row for row in document["rows"] if all(row.get(key) is not None for key, _, _ in wanted)]

@@ -52,6 +52,11 @@ class Capture(StrEnum):
     fused = "fused"
 
 
+class Head(StrEnum):
+    plain = "plain"
+    fused = "fused"
+
+
 class Isolation(StrEnum):
     auto = "auto"
     bwrap = "bwrap"
@@ -150,6 +155,13 @@ def score(
         Seal | None, typer.Option(help="Where the bundle is predicted and scored (default: sealed; prism-v2: open).")
     ] = None,
     capture: Annotated[Capture, typer.Option(help="How a prediction is taken.")] = Capture.strict,
+    head: Annotated[
+        Head,
+        typer.Option(
+            help="What is scored: the logits, or (fused) what goes into the model's linear head, so that no batch's "
+            "logits are held; by itself plain where that is not the same."
+        ),
+    ] = Head.plain,
     isolation: Annotated[Isolation, typer.Option(help="Sandbox around bundle code.")] = Isolation.auto,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
     torch_threads: Annotated[
@@ -180,6 +192,7 @@ def score(
     """
     from prism_fast.cli.scoring import score_and_report
     from prism_fast.harness.referee import ScoreRequest
+    from prism_fast.profiling.machine import process_age_s
     from prism_fast.protocol.knobs import Given, settle_knobs
     from prism_fast.report.tables import print_summary
 
@@ -212,6 +225,7 @@ def score(
         only_seeds=None if only_seeds is None else _seeds(only_seeds, "--only-seeds"),
         policy=policy.value if policy else None,  # type: ignore[arg-type]
         capture=capture.value,
+        head=head.value,
         isolation=isolation.value,
         device=device.value,
         torch_threads=torch_threads,
@@ -219,6 +233,7 @@ def score(
         prefetch=prefetch,
         resume=resume,
         cache_dir=cache_dir,
+        command_s=process_age_s(),
     )
     summary = score_and_report(request, as_json=log_format is LogFormat.json, metrics=metrics)
     if json:

@@ -52,6 +52,7 @@ def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
 
     from prism_fast.data.tokenizers import reference_tokenizer
     from prism_fast.harness.context_engine import Engine, import_architecture, make_context
+    from prism_fast.harness.head_capture import forward_to_head, is_compiled
     from prism_fast.harness.predictor import EvalMode, check_parameter_cap, logits_of
     from prism_fast.harness.runner import resolve_device
     from prism_fast.harness.seeding import seed_everything, set_deterministic
@@ -86,6 +87,8 @@ def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
     channel.send_json(wire.BORN, {"device": str(device)})
 
     forward = EvalMode(model)
+    never_fused = "accelerator" if device.type != "cpu" else "compiled" if is_compiled(model) else None
+    head_width = 0
     adopter: Adopter | None = None
     logits_region: SharedRegion | None = None
     while True:
@@ -106,16 +109,30 @@ def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
             continue
         if frame.kind != wire.PREDICT:
             raise wire.FrameError(f"frame of kind {frame.kind}")
-        rows, width, autocast = wire.PREDICT_RECORD.unpack_from(frame.body)
+        rows, width, autocast, fused = wire.PREDICT_RECORD.unpack_from(frame.body)
         began = perf_counter()
         tokens = torch.frombuffer(bytearray(frame.body[wire.PREDICT_RECORD.size :]), dtype=torch.int64)
+        tokens = tokens.view(rows, width).to(device)
         if adopter is not None:
             adopter.refresh()
+        told: dict[str, Any] = {}
         with torch.autocast(device.type, dtype=_autocast_dtype(autocast), enabled=autocast > 0):
-            output = forward(tokens.view(rows, width).to(device))
-        logits = logits_of(output, rows, width, 1)
+            head = None
+            if fused and never_fused is None:
+                output, head, told["plain"] = forward_to_head(forward, tokens, head_width)
+                names = None if head is None else _names_of_head(model, head)
+                if head is not None and names is None:
+                    output, head, told["plain"] = forward(tokens), None, "not a parameter"
+            else:
+                output = forward(tokens)
+                told["plain"] = never_fused
+        if head is None:
+            logits = logits_of(output, rows, width, 1)
+            head_width = logits.shape[2]
+        else:
+            logits, told = head.hidden, {"head": names}
         check_parameter_cap(model, spec.max_parameters, spec.param_ladder_stage)
-        described = {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape)}
+        described = {"dtype": str(logits.dtype).removeprefix("torch."), "shape": list(logits.shape), **told}
         size = logits.numel() * logits.element_size()
         if logits_region is None or logits_region.size < size:
             channel.send_json(wire.NEED, {**described, "bytes": size})
@@ -127,6 +144,20 @@ def serve(channel: wire.Channel, job: dict[str, Any]) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         channel.send_json(wire.LOGITS, {**described, "forward_s": perf_counter() - began})
+
+
+def _names_of_head(model: Any, head: Any) -> tuple[str, str | None] | None:
+    """The names under which the referee has the head's weight and bias; None: it does not have them."""
+
+    def key(tensor: Any) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+    state = model.state_dict(keep_vars=True)  # what the layout was made of
+    names = {key(tensor): name for name, tensor in state.items() if tensor.__class__.__name__ == "Parameter"}
+    weight = names.get(key(head.own_weight))
+    bias = None if head.own_bias is None else names.get(key(head.own_bias))
+    missing = weight is None or (head.own_bias is not None and bias is None)
+    return None if missing else (weight, bias)  # type: ignore[return-value]
 
 
 def _autocast_dtype(code: int) -> Any:

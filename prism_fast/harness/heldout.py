@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.evaluator_client import Evaluator, Prediction
+from prism_fast.harness.head_choice import REASONS, HeadChoice, compare_rows
 from prism_fast.harness.probes import ProbePlan, TokenFrequencies, broken_rule
 from prism_fast.harness.shared_memory import SharedRegion
 from prism_fast.protocol import constants as c
@@ -116,12 +117,17 @@ class Pass:
         eot: int,
         n_vocab: int,
         before_batch: Callable[[], None],
+        head: HeadChoice | None = None,
     ) -> None:
+        """`head`: whether answers are scored from the head's input, which can only be of a state that was adopted."""
+        head = head or HeadChoice("plain")
         self.nats = np.zeros(len(documents))  # per document
         self.faults = self.tokens = 0
         self.head_width = 0
         self.probes = 0
         self.broken: set[str] = set()
+        import torch
+
         rows = documents.rows(seq_len)
         row_nats = np.zeros(len(rows))
         batches = list(micro_batches(rows))
@@ -131,29 +137,34 @@ class Pass:
         for i, batch in enumerate(batches):
             before_batch()
             tokens, targets = documents.batch(rows[batch], eot)
-            logits = evaluator.predict(tokens).logits
-            nll = self._measure(logits, targets)
+            answer = evaluator.predict(tokens, fused=head.fused)
+            probed = shadow is not None and plan.probes(i)
+            if probed:
+                answer.keep()
+            nll = self._measure(answer, targets)
             row_nats[batch] = np.cumsum(nll, axis=1)[:, -1]
-            if shadow is not None and plan.probes(i):
+            if probed:
+                assert shadow is not None
                 self.probes += 1
                 filler = documents.filler(plan, tokens.size)
                 cut = plan.cut_after(frequencies.nats(targets) - nll)
-                rule = broken_rule(logits, tokens, filler, cut, shadow)
+                rule = broken_rule(answer, tokens, filler, cut, shadow)
                 self.broken |= {rule} if rule else set()
+            if answer.head is not None:
+                for row in head.rows_to_audit(i, len(tokens)):
+                    compare_rows(head, f"held-out batch {i}", evaluator, tokens, torch.from_numpy(targets), row)
+            elif head.fused:
+                head.give_up(REASONS[answer.why_plain or "processed"])
         np.add.at(self.nats, rows[:, 0], row_nats)
         self.rows = len(rows)
         self.bytes = int(documents.utf8_bytes.sum())
 
-    def _measure(self, logits: Any, targets: np.ndarray) -> np.ndarray:
+    def _measure(self, answer: Prediction, targets: np.ndarray) -> np.ndarray:
         """-> nats of each target, 0 where there is none. A faulty target costs 2 ln V."""
         import torch
 
-        from prism_fast.kernels import token_nll
-
-        self.head_width = logits.shape[2]
-        losses = token_nll(logits, torch.from_numpy(targets))
-        assert isinstance(losses, torch.Tensor)
-        nll = losses.numpy().astype(np.float64)
+        self.head_width = answer.head_width
+        nll = answer.nll(torch.from_numpy(targets)).numpy().astype(np.float64)
         scored = targets >= 0
         bad = scored & ~np.isfinite(nll)
         self.faults += int(bad.sum())
@@ -198,11 +209,13 @@ def score_heldout(
     val_byte_budget: int | None,
     run_dir: Path,
     before_batch: Callable[[], None],
+    head: HeadChoice,
 ) -> tuple[HeldOut, dict[str, Any]]:
     """-> (sums, the report that heldout.json keeps). `layout`, `weights`: the trained state, in shared memory.
 
     `before_batch` is called before every batch and may raise to give up.
     `shadow` has adopted that state already; the twin is not probed, since looking ahead only makes it harder to beat.
+    `head`: of this evaluator; the twin's state is its own, so the twin is scored from logits.
 
     Raises the PrismError of a bundle that cannot be scored. Writes `heldout_documents.npz`.
     """
@@ -211,8 +224,8 @@ def score_heldout(
     text = (seq_len, basis_tokenizer.eot, basis_tokenizer.n_vocab, before_batch)
     twin = Pass(evaluator, None, val, *text)
     evaluator.adopt(layout, weights, check_init=False)
-    trained = Pass(evaluator, shadow, val, *text)
-    converged = Pass(evaluator, shadow, prefix, *text)
+    trained = Pass(evaluator, shadow, val, *text, head)
+    converged = Pass(evaluator, shadow, prefix, *text, head)
     np.savez_compressed(
         run_dir / c.HELDOUT_DOCUMENTS_FILE, utf8_bytes=val.utf8_bytes, nats_trained=trained.nats, nats_twin=twin.nats
     )

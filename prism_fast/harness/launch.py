@@ -1,4 +1,4 @@
-"""Starts the trainer ranks under torchrun, listens to them, enforces budgets, and ends every process it started.
+"""Starts the trainer ranks (several: under torchrun), listens to them, enforces budgets, ends every process of theirs.
 
 One loop, one thread: sockets, deadlines, quota and process exits are looked at in turn, so nothing here races. The
 process tree is found through /proc: torchrun starts its workers in sessions of their own, and a bundle may fork.
@@ -40,6 +40,7 @@ from prism_fast.protocol.errors import (
     EngineFault,
     PrismError,
 )
+from prism_fast.protocol.manifest import HeadBlock
 from prism_fast.protocol.run_spec import RunSpec
 
 POLL_S = 0.1
@@ -56,7 +57,9 @@ class TrainerResult:
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
     model: dict[str, Any] | None = None
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
-    launch_s: float = 0.0  # from the spawn of torchrun to the last rank's hello
+    launch_s: float = 0.0  # from the spawn of the ranks to the last rank's hello
+    adoption_s: float = 0.0  # sealed: waiting for evaluators to have built the model and taken over the weights
+    first_batch_s: float | None = None  # from train(ctx)'s start to the first predicted batch, adoption included
     train_s: float = 0.0  # from the first rank's start of train(ctx) to the last rank's end
     wall_s: float = 0.0
 
@@ -67,6 +70,30 @@ def _number(document: Any, name: str, low: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e18:
         raise ValueError(f"{name}={value!r}")
     return value
+
+
+def single_rank_environment() -> dict[str, str]:
+    """What `torchrun --standalone --nnodes=1 --nproc-per-node=1` sets for its worker.
+
+    Its agent has nothing to agree on with a single rank, and would import torch before the rank starts to: two seconds.
+    Rank 0 then hosts the rendezvous store itself, which `init_process_group` does by these variables.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    zero = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0")
+    one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1")
+    return {
+        **zero,
+        **one,
+        "ROLE_NAME": "default",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
 
 
 def started_facts(document: Any) -> dict[str, Any]:
@@ -86,6 +113,7 @@ def done_facts(document: Any) -> dict[str, Any]:
         "peak_rss_bytes": int(_number(document, "peak_rss_bytes")),
         "stopped_reason": str(document["stopped_reason"])[:100],
         "returned": None if returned is None else str(returned)[:1000],
+        "head": HeadBlock.model_validate(document.get("head") or {}).model_dump(),
     }
 
 
@@ -104,7 +132,7 @@ class Trainer:
         sandbox: Sandbox,
         start_session: Callable[[Callable[[], float]], SealedSession] | None = None,
     ) -> None:
-        """`start_session(deadline)` starts the sealed session once torchrun is up; None: the ranks score themselves."""
+        """`start_session(deadline)` starts the sealed session beside the ranks; None: the ranks score themselves."""
         self.sandbox, self._start_session = sandbox, start_session
         self.session: SealedSession | None = None
         self.spec, self.job, self.run_dir, self.environment = spec, job, run_dir, environment
@@ -143,12 +171,11 @@ class Trainer:
                 try:
                     if self._start_session is not None:
                         self.session = self._start_session(self.deadline)
-                        keep |= self.session.processes
                     self._loop(server, selector, process, began)
                 except PrismError as error:
                     self.fault = self.fault or error
                 finally:
-                    end_processes(process, keep)
+                    end_processes(process, keep | (self.session.processes if self.session is not None else set()))
                     for connection in self._ranks:
                         connection.close()
                     server.close()
@@ -161,20 +188,18 @@ class Trainer:
         return self.result
 
     def _spawn(self, job_path: Path, log: Any) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "prism_fast.harness.torchrun",
-            "--standalone",
-            "--nnodes=1",
-            f"--nproc-per-node={self.spec.world_size}",
-            "-m",
-            "prism_fast.harness.runner",
-        ]
+        ranks = self.spec.world_size
+        runner = ["-m", "prism_fast.harness.runner"]
+        command, variables = [sys.executable, *runner], {}
+        if ranks > 1:
+            torchrun = ["-m", "prism_fast.harness.torchrun", "--standalone", "--nnodes=1", f"--nproc-per-node={ranks}"]
+            command = [sys.executable, *torchrun, *runner]
+        else:
+            variables = single_rank_environment()
         artifacts_dir = Path(self.job["artifacts_dir"])
         return subprocess.Popen(
             self.sandbox.trainer(command, Path(self.job["bundle_dir"]), job_path.parent, artifacts_dir),
-            env={**self.environment, "PRISM_RUN_JOB": str(job_path)},
+            env={**self.environment, **variables, "PRISM_RUN_JOB": str(job_path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -307,6 +332,8 @@ class Trainer:
             self._ranks[connection] = hello["rank"]
             self.result.hello[hello["rank"]] = hello
             self.result.launch_s = monotonic() - self._began
+            if self.session is not None:
+                self.session.start_shadow()
             if self._stop_reason is not None:
                 self._send_stop(self._stop_reason)
         elif kind == wire.FAULT:
@@ -318,6 +345,7 @@ class Trainer:
         elif kind == wire.READY:
             index, autocast = wire.READY_RECORD.unpack(frame.body)
             self._take_ready(rank, index, autocast)
+            self._watch_first_batch()
         elif kind == wire.STARTED:
             if rank in self.result.started:
                 raise wire.FrameError(f"rank {rank} started twice")
@@ -330,6 +358,7 @@ class Trainer:
             self.result.train_s = monotonic() - (self._started_at or monotonic())
         elif kind == wire.PREDICTED and self.session is None:
             self.ledger.add(rank, frame.body)
+            self._watch_first_batch()
         elif kind == wire.MODEL and self.session is None:
             if self.result.model is None or rank == 0:
                 self.result.model = frame.json()
@@ -338,9 +367,16 @@ class Trainer:
             region = self.session.share(rank, frame.json())
             self._answer(connection, wire.REGION, fd=region.fd)
         elif kind == wire.MAPPED and self.session is not None:
+            mapped = monotonic()
             self.session.mapped(rank)
+            self.result.adoption_s += monotonic() - mapped
         else:
             raise wire.FrameError(f"a frame of kind {kind} is not the referee's to receive in {self.spec.seal} mode")
+
+    def _watch_first_batch(self) -> None:
+        """Notes when the first batch was there for the bundle to train on."""
+        if self.result.first_batch_s is None and self.ledger.batches:
+            self.result.first_batch_s = monotonic() - (self._started_at or monotonic())
 
     def _start_clock(self) -> None:
         """The budget runs from the first sign of train(ctx), whatever a rank says of it."""
@@ -410,15 +446,16 @@ class Trainer:
         if missing:
             if not self.result.hello:
                 raise EngineFault(
-                    f"torchrun ended with code {returncode} before any rank reported; see {c.TRAINER_LOG_FILE}"
+                    f"the ranks ended with code {returncode} before any rank reported; see {c.TRAINER_LOG_FILE}"
                 )
             raise BundleFailed(
-                f"rank {missing[0]} ended without saying why (torchrun's code {returncode}); see {c.TRAINER_LOG_FILE}",
+                f"rank {missing[0]} ended without saying why (code {returncode}); see {c.TRAINER_LOG_FILE}",
                 rule=c.RULE_RUNTIME_ERROR,
             )
         if self.session is not None:
             for done in self.result.done.values():
                 done["stopped_reason"] = self.session.stopped_reason or c.STOP_BUNDLE_RETURNED
+                done["head"] = self.session.head.document()
         if self.ledger.incomplete_indices:
             raise BundleFailed(
                 f"the ranks did not take equal steps: {self.ledger.incomplete_indices} batches lack a rank's record",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prism_fast.harness import wire
 from prism_fast.harness.deferred import DeferredReads
+from prism_fast.harness.head_choice import HeadChoice
 from prism_fast.harness.instrument import Handed, Request
 from prism_fast.harness.ledger import pack_record
 from prism_fast.harness.predictor import InProcessPredictor, Prediction
@@ -60,7 +61,11 @@ class OpenSource:
         self._clock = Clock(self._device.type)
         token_bytes = torch.as_tensor(self._token_bytes[request.basis].copy(), dtype=torch.int32).to(self._device)
         self._predictor = InProcessPredictor(
-            request.model, token_bytes, cap=self.spec.max_parameters, stage=self.spec.param_ladder_stage
+            request.model,
+            token_bytes,
+            cap=self.spec.max_parameters,
+            stage=self.spec.param_ladder_stage,
+            head=HeadChoice(self.spec.head),
         )
         self._stream = self._make_stream(request.seq_len, request.batch_size, request.basis)
 
@@ -90,6 +95,10 @@ class OpenSource:
             prediction.scoring_s if prediction else 0.0,
             between(predicted, self._clock.mark()),
         )
+
+    def head_document(self) -> dict[str, Any] | None:
+        """How batches were scored, once the run is over (`HeadChoice.document`)."""
+        return self._predictor.head.document()
 
     def _predict(self, batch: Batch) -> Prediction | None:
         """The batch's code length, or None where it comes later."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prism_fast.harness.head_capture import HeadInput, first_output, forward_to_head, is_compiled
+from prism_fast.harness.head_choice import REASONS, HeadChoice
 from prism_fast.kernels import batch_code_length, token_nll
 from prism_fast.profiling.step_timer import Clock, Seconds
 from prism_fast.protocol import constants as c
@@ -65,11 +68,7 @@ def logits_of(output: Any, batch: int, width: int, n_vocab: int) -> Tensor:
     Raises BundleFailed (`prism:output-shape`) for anything else and BundleRejected (`prism:vocab-mismatch`) when V is
     below the tokenizer's vocabulary.
     """
-    logits = output
-    if not isinstance(logits, Tensor):
-        logits = getattr(output, "logits", None)
-        if logits is None and isinstance(output, tuple | list) and output:
-            logits = output[0]
+    logits = first_output(output)
     expected = f"float logits of shape [{batch}, {width}, V]"
     if not isinstance(logits, Tensor):
         raise BundleFailed(f"the model returned {type(output).__name__}; expected {expected}", rule=c.RULE_OUTPUT_SHAPE)
@@ -130,8 +129,11 @@ class EvalMode:
 class InProcessPredictor:
     """The `open`, strict predictor: a separate forward of the miner's model, in the miner's process."""
 
-    def __init__(self, model: nn.Module, token_bytes: Tensor, *, cap: int, stage: str) -> None:
-        """`token_bytes`: int32 [n_vocab] on the model's device, UTF-8 bytes of each id, 0 for special ids."""
+    def __init__(
+        self, model: nn.Module, token_bytes: Tensor, *, cap: int, stage: str, head: HeadChoice | None = None
+    ) -> None:
+        """`token_bytes`: int32 [n_vocab] on the model's device, UTF-8 bytes of each id, 0 for special ids.
+        `head`: whether to score from the head's input; None: from logits."""
         self._forward = EvalMode(model)
         self._model = model
         self._token_bytes = token_bytes
@@ -139,12 +141,43 @@ class InProcessPredictor:
         self._cap, self._stage = cap, stage
         self._clock = Clock(token_bytes.device.type)
         self.head_width: int | None = None
+        self.head = head or HeadChoice("plain")
+        if self.head.fused and is_compiled(model):
+            self.head.give_up(REASONS["compiled"])
+        self._batches = 0
         self.model_params = check_parameter_cap(model, cap, stage)
 
     def predict(self, tokens: Tensor, targets: Tensor) -> Prediction:
         began = self._clock.mark()
+        if self.head.fused and self.head_width is None:
+            self._try_head(tokens.shape[1])
+        output, head = self._run(tokens, fused=self.head.fused)
+        predicted = self._clock.mark()
+        if head is not None:
+            sums = self._code_length(_nll_of(head, targets), targets)
+        else:
+            sums = self.code_length(output, targets)
+        del output, head  # giving the logits' memory back takes time too, and belongs to what is measured
+        for row in self.head.rows_to_audit(self._batches, len(tokens)):
+            one = slice(row, row + 1)
+            nll, reason = self._nll(tokens[one], targets[one], fused=True)
+            if reason is not None:
+                self.head.give_up(reason)
+                break
+            self.head.compare(f"batch {self._batches}", nll, self._nll(tokens[one], targets[one], fused=False)[0])
+        self._batches += 1
+        between = self._clock.between
+        return Prediction(sums, between(began, predicted), between(predicted, self._clock.mark()))
+
+    def _run(self, tokens: Tensor, *, fused: bool) -> tuple[Any, HeadInput | None]:
+        """-> (output, None) or (None, the head's input); gives `head` up where that was asked for and not had."""
         try:
-            output = self._forward(tokens)
+            if not fused or self.head_width is None:
+                return self._forward(tokens), None
+            output, head, why = forward_to_head(self._forward, tokens, self.head_width)
+            if head is None:
+                self.head.give_up(REASONS[why])
+            return output, head
         except (PrismError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as e:
@@ -153,14 +186,31 @@ class InProcessPredictor:
                 + " ".join(str(e).split())[:500],
                 rule=c.RULE_RUNTIME_ERROR,
             ) from e
-        predicted = self._clock.mark()
-        sums = self.code_length(output, targets)
-        del output  # giving the logits' memory back takes time too, and belongs to what is measured
-        between = self._clock.between
-        return Prediction(sums, between(began, predicted), between(predicted, self._clock.mark()))
+
+    def _try_head(self, width: int) -> None:
+        """Before the first batch: on random ids, drawn without a trace in any generator of the bundle's."""
+        drawn = np.random.default_rng().integers(0, self._n_vocab, (2, 1, width))
+        tokens, targets = torch.from_numpy(drawn).to(self._token_bytes.device)
+        self.head.try_out(lambda fused: self._nll(tokens, targets, fused=fused))
+
+    def _nll(self, tokens: Tensor, targets: Tensor, *, fused: bool) -> tuple[Tensor, str | None]:
+        """-> (nats, why they are the plain ones although the others were asked for)."""
+        output, head = self._run(tokens, fused=fused)
+        if head is not None:
+            return _nll_of(head, targets), None
+        nll = token_nll(self._checked(output, targets), targets)
+        assert isinstance(nll, Tensor)
+        return nll, self.head.reason if fused else None
 
     def code_length(self, output: Any, targets: Tensor) -> Tensor:
         """`kernels.batch_code_length` of a model's output, which is checked."""
+        logits = self._checked(output, targets)
+        with torch.no_grad():
+            nll = token_nll(logits, targets)
+        assert isinstance(nll, Tensor)
+        return self._code_length(nll, targets)
+
+    def _checked(self, output: Any, targets: Tensor) -> Tensor:
         logits = logits_of(output, targets.shape[0], targets.shape[1], self._n_vocab)
         if self.head_width is None:
             self.head_width = logits.shape[2]
@@ -170,8 +220,17 @@ class InProcessPredictor:
                 f"the model's logits were {self.head_width} wide and are now {logits.shape[2]}",
                 rule=c.RULE_OUTPUT_SHAPE,
             )
+        return logits
+
+    def _code_length(self, nll: Tensor, targets: Tensor) -> Tensor:
+        assert self.head_width is not None
         with torch.no_grad():
-            nll = token_nll(logits, targets)
-            assert isinstance(nll, Tensor)
             fault_nats = c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
             return batch_code_length(nll, targets, self._token_bytes, fault_nats)
+
+
+def _nll_of(head: HeadInput, targets: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast(targets.device.type, enabled=False):
+        nll = token_nll(head.hidden, targets, weight=head.weight, bias=head.bias)
+    assert isinstance(nll, Tensor)
+    return nll

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.evaluator_client import Evaluator, Prediction
 from prism_fast.protocol import constants as c
 
 PROBE_ONE_IN = 16
@@ -23,6 +23,7 @@ SUSPECTS = 8  # positions of a batch
 # Logits this close count as equal. A model whose matrix products have data-dependent shapes (routed experts) rounds
 # differently when other tokens change; a look ahead that moves no logit by more gains under 2e-4 nats a token.
 TOLERANCE = 1e-4
+POSITIONS_COMPARED = 512  # at a time: their logits are copies
 
 
 class ProbePlan:
@@ -72,17 +73,17 @@ class TokenFrequencies:
 
 
 def broken_rule(
-    scored: Any, tokens: np.ndarray, other: np.ndarray, cut: int, shadow: Evaluator, autocast: int = 0
+    scored: Prediction, tokens: np.ndarray, other: np.ndarray, cut: int, shadow: Evaluator, autocast: int = 0
 ) -> str | None:
-    """Asks the shadow for `tokens` with `other`'s suffix: -> the rule that `scored` logits are seen to break, or None.
+    """Asks the shadow for `tokens` with `other`'s suffix: -> the rule that the scored answer is seen to break, or None.
 
     After a difference the shadow is given the very tokens that were scored: if it then agrees, the suffix made the
     difference; if not, the answers are not a function of weights and tokens.
     """
-    variant = with_other_suffix(tokens, other, cut)
-    if same_prefix(scored, shadow.predict(variant, autocast).logits, cut):
+    variant, fused = with_other_suffix(tokens, other, cut), scored.head is not None
+    if same_answers(scored, shadow.predict(variant, autocast, fused=fused), cut):
         return None
-    same = same_prefix(scored, shadow.predict(tokens, autocast).logits, tokens.size)
+    same = same_answers(scored, shadow.predict(tokens, autocast, fused=fused), tokens.size)
     return c.RULE_NONCAUSAL if same else c.RULE_NONDETERMINISTIC
 
 
@@ -93,15 +94,39 @@ def with_other_suffix(tokens: np.ndarray, other: np.ndarray, cut: int) -> np.nda
     return variant.reshape(tokens.shape)
 
 
+def same_answers(first: Prediction, second: Prediction, cut: int) -> bool:
+    """`same_prefix` of two answers' logits. Those of heads are equal where what goes into the head is, bit for bit, and
+    are made and compared where it is not."""
+    if first.head_width != second.head_width:
+        return False
+    if first.head is not None and second.head is not None:
+        one, other = (p.head.hidden.view(-1, p.head.hidden.shape[2])[:cut] for p in (first, second))  # type: ignore[union-attr]
+        if one.shape == other.shape and one.dtype == other.dtype and _same_bits(one, other):
+            return True
+    for begin in range(0, cut, POSITIONS_COMPARED):
+        end = min(cut, begin + POSITIONS_COMPARED)
+        if not same_prefix(
+            first.logits_between(begin, end)[None], second.logits_between(begin, end)[None], end - begin
+        ):
+            return False
+    return True
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    import torch
+
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return torch.equal(first.reshape(-1).view(word), second.reshape(-1).view(word))
+
+
 def same_prefix(first: Any, second: Any, cut: int) -> bool:
     """Whether two logits tensors [B, L, V] are equal at every position before `cut`: bit for bit, or to TOLERANCE."""
     import torch
 
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     kept = cut * first.shape[2]
     first, second = first.reshape(-1)[:kept], second.reshape(-1)[:kept]
-    if torch.equal(first.view(word), second.view(word)):
+    if _same_bits(first, second):
         return True
     return torch.allclose(first.double(), second.double(), rtol=0.0, atol=TOLERANCE, equal_nan=True)

@@ -7,8 +7,10 @@ moment; it says "incomplete" until the manifest beside it is whole, so a killed 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
+import threading
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,6 +20,7 @@ from prism_fast.harness.bundle import Bundle, load_bundle
 from prism_fast.harness.interrupt import StopFlag, graceful_interrupts
 from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
 from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentReporter
+from prism_fast.harness.sealed import import_torch
 from prism_fast.harness.seed_run import SeedRun
 from prism_fast.harness.static_contract import StaticReport, check_single_node, check_static_contract
 from prism_fast.profiling.machine import usable_cpus
@@ -62,6 +65,8 @@ def score_bundle(
     """
     reporter = reporter or SilentReporter()
     stop = stop or StopFlag()
+    # The scorer's idle threads must not spin: they share their cores with the trainer. Read when torch is first loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with graceful_interrupts(stop):
         prepared = _prepare(request, reporter)
         request.out.mkdir(parents=True, exist_ok=True)
@@ -82,12 +87,19 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     from prism_fast.data.corpus import resolve_data, verify_corpus
     from prism_fast.data.tokenizers import reference_tokenizer
 
+    seconds = {} if request.command_s is None else {"command": request.command_s}
+    began = monotonic()
     _check_request(request, reporter)
     bundle = load_bundle(request.bundle)
     contract = _check_contract(request, bundle, reporter)
     tokenizer = reference_tokenizer(request.tokenizer)
     _check_vocabulary(request, tokenizer)
-    seconds: dict[str, float] = {}
+    isolation = "none"
+    if request.seal == "sealed":
+        isolation = resolve_isolation(request.isolation)
+        if isolation == "none" and request.isolation == "auto":
+            reporter.warn(f"isolation: none, the bundle runs unsandboxed as this user: {bwrap_fault()}")
+    seconds["checks"] = monotonic() - began
 
     began = monotonic()
     if request.mode == FULL_SCALE:
@@ -103,6 +115,8 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     seconds["data_resolve"] = monotonic() - began
 
     began = monotonic()
+    # Beside the verification; not a daemon, since a process that ends in the middle of this import may crash.
+    threading.Thread(target=import_torch).start()
     reporter.stage("verifying checksums")
     corpora = [corpus, val_corpus, *([phase2_corpus] if phase2_corpus else [])]
     for found in {(each.folder, str(each.mounts)): each for each in corpora}.values():
@@ -115,11 +129,6 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         if request.val:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
         reporter.warn(f"{request.data} has no val split and no --val was given: the score is degraded")
-    isolation = "none"
-    if request.seal == "sealed":
-        isolation = resolve_isolation(request.isolation)
-        if isolation == "none" and request.isolation == "auto":
-            reporter.warn(f"isolation: none, the bundle runs unsandboxed as this user: {bwrap_fault()}")
     return Prepared(
         bundle=bundle,
         corpus=corpus,
@@ -173,6 +182,9 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
             f"--capture fused takes the loss of the bundle's own forward, which --seal {request.seal} --accounting "
             f"{request.accounting} does not see; use --seal open --accounting exact, or --capture strict"
         )
+    if request.head == "fused" and (request.capture == "fused" or request.accounting != "exact"):
+        other = "--capture fused" if request.capture == "fused" else f"--accounting {request.accounting}"
+        raise UsageError(f"--head fused leaves the logits out, which {other} is about; use --head plain with it")
     if request.accounting != "exact":
         if request.seal != "open" or request.nproc != 1:
             raise UsageError(
@@ -261,6 +273,7 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         seed=seed,
         seal=request.seal,  # type: ignore[arg-type]
         capture=request.capture,  # type: ignore[arg-type]
+        head=request.head,  # type: ignore[arg-type]
         isolation=prepared.isolation,  # type: ignore[arg-type]
         accounting=request.accounting,  # type: ignore[arg-type]
         tokenizer=prepared.tokenizer.name,

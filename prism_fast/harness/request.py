@@ -21,7 +21,8 @@ class ScoreRequest:
     `policy`: of the static distributed contract; None: the environment's, else "reject" with several processes and
     "flag" with one, where a script for one GPU does what it says. `vocab_size` None: the tokenizer's, padded to 64.
     `phase2`: the second corpus of full_scale_eval. `only_seeds`: those of `seeds` that are scored here and now; a
-    campaign scores the others elsewhere. `pin`, `pin_name`: what the other fields were settled under.
+    campaign scores the others elsewhere. `command_s`: what the command took to come this far, for the profile alone.
+    `pin`, `pin_name`: what the other fields were settled under.
     """
 
     bundle: Path
@@ -44,6 +45,7 @@ class ScoreRequest:
     accounting: str = "exact"
     seal: str = "sealed"
     capture: str = "strict"
+    head: str = "plain"
     isolation: str = "auto"
     device: str = "auto"
     torch_threads: int | None = None
@@ -58,6 +60,7 @@ class ScoreRequest:
     policy: Policy | None = None
     pin: ProtocolPin | None = None
     pin_name: str | None = None
+    command_s: float | None = None
 
 
 class Reporter(Protocol):

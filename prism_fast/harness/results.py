@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class RunFacts:
     ineligible_reasons: list[str]
     probes: int
     script_sha256: dict[str, str]
+    head: m.HeadBlock = field(default_factory=m.HeadBlock)
     pin: m.PinBlock | None = None
     distributed_contract: m.ContractBlock | None = None
 
@@ -246,6 +247,7 @@ def build_documents(
             version=spec.engine_version,
             accounting=spec.accounting,
             capture=spec.capture,
+            head=facts.head,
             seal=spec.seal,
             isolation=spec.isolation,
             backends=model["backends"],

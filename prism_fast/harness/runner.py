@@ -1,4 +1,4 @@
-"""One trainer rank: `torchrun ... -m prism_fast.harness.runner`. Runs the bundle's `train(ctx)`; not for people.
+"""One trainer rank, under torchrun where there are several: runs the bundle's `train(ctx)`. Not for people.
 
 Reads its job from the file named by PRISM_RUN_JOB, sets seeds and flags before any bundle code is imported, and
 reports to the referee over the job's socket. How it ended travels there too: torchrun makes 1 of every exit code.
@@ -190,6 +190,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
             "save_s": perf_counter() - trained_s,
             "forward_flops": instrument.forward_flops() if rank == 0 else None,
+            "head": source.head_document() if isinstance(source, OpenSource) and spec.exact else None,
             "rank_report": report.document(instrument.model) if report else None,
         },
     )

@@ -21,7 +21,8 @@ import numpy as np
 
 from prism_fast.harness import wire
 from prism_fast.harness.bundle import Bundle
-from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.evaluator_client import Evaluator, Prediction
+from prism_fast.harness.head_choice import REASONS, HeadChoice, compare_rows
 from prism_fast.harness.isolation import Sandbox
 from prism_fast.harness.ledger import Ledger, pack_record
 from prism_fast.harness.probes import ProbePlan, TokenFrequencies, broken_rule
@@ -82,6 +83,7 @@ class SealedSession:
         self.probes = 0
         self.head_width = 0
         self.model: dict[str, Any] | None = None
+        self.head = HeadChoice(spec.head)
 
         def start(rank: int) -> Evaluator:
             return Evaluator(
@@ -96,14 +98,40 @@ class SealedSession:
             )
 
         self._ranks = [_Rank(start(rank)) for rank in range(spec.world_size)]
-        self.shadow = start(0)
+        self._shadow: Evaluator | None = None
+        self._shadow_adopted = False
+        self._start = start
         self._plan: ProbePlan | None = None
         self._buffer_digests: dict[str, bytes] = {}
         self._filler: Any = None
         self._tokens_seen = 0
         # Importing torch takes as long as the children's own start: it runs beside them.
-        self._torch = threading.Thread(target=_import_torch, daemon=True)
+        self._torch = threading.Thread(target=import_torch, daemon=True)
         self._torch.start()
+
+    def set_shadow_deadline(self, deadline: Callable[[], float]) -> None:
+        """For held-out scoring, whose time is its own."""
+        self.start_shadow()
+        assert self._shadow is not None
+        self._shadow.set_deadline(deadline)
+
+    def start_shadow(self) -> None:
+        """Once a rank is up: until then its imports would take the processor from those that the start waits for."""
+        if self._shadow is None:
+            self._shadow = self._start(0)
+
+    @property
+    def shadow(self) -> Evaluator:
+        """The shadow evaluator with rank 0's weights adopted, which is waited for at its first use."""
+        self.start_shadow()
+        assert self._shadow is not None
+        if not self._shadow_adopted:
+            state = self._ranks[0]
+            assert state.region is not None
+            self._shadow.n_vocab = state.evaluator.n_vocab
+            self._shadow.adopt(state.layout, state.region, check_init=False)  # the scored evaluator has checked it
+            self._shadow_adopted = True
+        return self._shadow
 
     # -------------------------------------------------------------------------------------------- weights are shown
 
@@ -166,9 +194,8 @@ class SealedSession:
         state.region.close_to_writers()
         basis = state.request["basis"]
         n_vocab = self.data.basis_tokenizer(basis).n_vocab
-        for evaluator in (state.evaluator, self.shadow) if rank == 0 else (state.evaluator,):
-            evaluator.n_vocab = n_vocab
-            evaluator.adopt(state.layout, state.region, check_init=True)
+        state.evaluator.n_vocab = n_vocab
+        state.evaluator.adopt(state.layout, state.region, check_init=True)
         state.stream = self._open_stream(TokenStream, state.request, rank)
         if rank == 0:
             from prism_fast.harness.state_layout import from_json
@@ -233,39 +260,60 @@ class SealedSession:
     def _score(self, rank: int, index: int, autocast: int) -> bytes:
         import torch
 
-        from prism_fast.kernels import batch_code_length, token_nll
+        from prism_fast.kernels import batch_code_length
 
         state = self._ranks[rank]
         t0 = perf_counter()
         block = next(state.stream)
         t1 = perf_counter()
-        prediction = state.evaluator.predict(block.tokens, autocast)
+        if index == 0:
+            self._try_head(state, block.tokens.shape[1], autocast)
+        prediction = state.evaluator.predict(block.tokens, autocast, fused=self.head.fused)
         t2 = perf_counter()
-        self.head_width = self.head_width or prediction.logits.shape[2]
-        if prediction.logits.shape[2] != self.head_width:
+        if self.head.fused and prediction.head is None:
+            self.head.give_up(REASONS[prediction.why_plain or "processed"])
+        self.head_width = self.head_width or prediction.head_width
+        if prediction.head_width != self.head_width:
             raise BundleFailed(
-                f"the model's logits were {self.head_width} wide and are now {prediction.logits.shape[2]}",
+                f"the model's logits were {self.head_width} wide and are now {prediction.head_width}",
                 rule=c.RULE_OUTPUT_SHAPE,
             )
         if self.model is None:
             self._describe(state)
+        probed = rank == 0 and self._plan is not None and self._plan.probes(index)
+        if probed:
+            prediction.keep()
         targets = torch.from_numpy(block.targets)
-        nll = token_nll(prediction.logits, targets)
-        assert isinstance(nll, torch.Tensor)
+        nll = prediction.nll(targets)
         fault_nats = c.FAULT_CODE_LENGTH_FACTOR * math.log(self.head_width)
         sums = batch_code_length(nll, targets, self._token_bytes, fault_nats).tolist()
         rows, width = block.tokens.shape
         self.ledger.add(rank, pack_record(index, sums, rows * width, block.documents, rank, rows))
         self._tokens_seen += rows * width
         t3 = perf_counter()
-        if rank == 0 and self._plan is not None and self._plan.probes(index):
+        if probed:
             self.check_trained_state()
             surprise = self._seen.nats(block.targets) - nll.numpy()
-            self._probe(block.tokens, prediction.logits, surprise, autocast)
+            self._probe(block.tokens, prediction, surprise, autocast)
+        for row in self.head.rows_to_audit(index, rows) if prediction.head is not None else ():
+            compare_rows(self.head, f"batch {index}", state.evaluator, block.tokens, targets, row, autocast)
         if rank == 0:
             self._seen.add(block.targets)
         t4 = perf_counter()
         return wire.BATCH_RECORD.pack(index, rows, width, t1 - t0, t2 - t1 + t4 - t3, t3 - t2) + block.tokens.tobytes()
+
+    def _try_head(self, state: _Rank, width: int, autocast: int) -> None:
+        """Before the first batch: on random ids, which tell the evaluator nothing."""
+        import torch
+
+        tokens, targets = np.random.default_rng().integers(0, state.evaluator.n_vocab, (2, 1, width))
+
+        def predict(fused: bool) -> tuple[Any, str | None]:
+            answer = state.evaluator.predict(tokens, autocast, fused=fused)
+            reason = REASONS[answer.why_plain or "processed"] if fused and answer.head is None else None
+            return answer.nll(torch.from_numpy(targets)), reason
+
+        self.head.try_out(predict)
 
     def _describe(self, state: _Rank) -> None:
         import torch
@@ -283,7 +331,7 @@ class SealedSession:
             "backends": {"token_nll": backend_for(torch.device("cpu")).name},
         }
 
-    def _probe(self, tokens: np.ndarray, logits: Any, surprise: np.ndarray, autocast: int) -> None:
+    def _probe(self, tokens: np.ndarray, scored: Prediction, surprise: np.ndarray, autocast: int) -> None:
         assert self._plan is not None
         block = next(self._filler, None)
         if block is None:
@@ -291,7 +339,7 @@ class SealedSession:
             block = next(self._filler)
         self.probes += 1
         cut = self._plan.cut_after(surprise)
-        rule = broken_rule(logits, tokens, block.tokens, cut, self.shadow, autocast)
+        rule = broken_rule(scored, tokens, block.tokens, cut, self.shadow, autocast)
         if rule is not None and rule not in self.violations:
             self.violations.append(rule)
 
@@ -299,7 +347,9 @@ class SealedSession:
 
     @property
     def processes(self) -> set[int]:
-        return {self.shadow.process.pid, *(state.evaluator.process.pid for state in self._ranks)}
+        started = [state.evaluator for state in self._ranks]
+        started += [] if self._shadow is None else [self._shadow]
+        return {evaluator.process.pid for evaluator in started}
 
     def final_state(self) -> tuple[Any, SharedRegion]:
         """-> (layout, region) of rank 0's weights as the trainer left them."""
@@ -320,7 +370,8 @@ class SealedSession:
             state.evaluator.close()
             if state.stream is not None:
                 state.stream.close()
-        self.shadow.close()
+        if self._shadow is not None:
+            self._shadow.close()
 
 
 def checked_request(document: Any, spec: RunSpec) -> dict[str, Any]:
@@ -355,5 +406,5 @@ def _bytes_of(flat: Any) -> Any:
     return flat.view(torch.uint8).numpy()
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
     import prism_fast.kernels  # noqa: F401

@@ -11,6 +11,7 @@ from typing import Any
 
 import prism_fast
 from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.head_choice import HeadChoice
 from prism_fast.harness.heldout import score_heldout
 from prism_fast.harness.interrupt import StopFlag
 from prism_fast.harness.isolation import Sandbox
@@ -54,6 +55,7 @@ class SeedRun:
         self.environment = bundle_environment(prepared, spec, run_dir)
         self.session: SealedSession | None = None
         self._probes = 0  # in held-out scoring
+        self._head: dict[str, Any] | None = None  # of training and held-out scoring together
 
     def run(self) -> m.RunManifest:
         began = monotonic()
@@ -179,7 +181,7 @@ class SeedRun:
             torch.set_num_threads(self.request.scorer_threads or usable_cpus())
             if self.session is not None:
                 layout, region = self.session.final_state()
-                self.session.shadow.set_deadline(deadline)
+                self.session.set_shadow_deadline(deadline)
             else:
                 layout, region = load_state(self.run_dir / c.WEIGHTS_FILE)
             if not spec.exact:
@@ -187,6 +189,7 @@ class SeedRun:
             basis = "tokens" if spec.tokenizer == "bytes" else trained.model["basis"]
             basis_tokenizer = prepared.tokenizer if basis == "tokens" else prepared.byte_tokenizer
             evaluator.n_vocab = basis_tokenizer.n_vocab
+            head = HeadChoice(trained.done[0]["head"]["used"])
             heldout, report = score_heldout(
                 evaluator,
                 self.session.shadow if self.session is not None else None,
@@ -200,7 +203,11 @@ class SeedRun:
                 val_byte_budget=spec.val_byte_budget,
                 run_dir=self.run_dir,
                 before_batch=before_batch,
+                head=head,
             )
+            self._head = {**trained.done[0]["head"], "heldout": "fused" if head.fused else "plain"}
+            self._head["reason"] = self._head["reason"] or head.reason
+            self._head["audits"] += head.audits
         finally:
             evaluator.close()
         write_json(self.run_dir / c.HELDOUT_FILE, report)
@@ -260,15 +267,13 @@ class SeedRun:
             stopped_reason=stopped_reason,
             startup_s={
                 **prepared.seconds,
-                "launch": trained.launch_s,
-                "imports": trained.hello[0]["import_s"],
-                "prepare": trained.hello[0]["prepare_s"],
-                "bundle_import": trained.started[0]["bundle_import_s"],
+                **startup_parts(trained),
             },
             train_s=trained.train_s,
             wall_s=wall_s,
             heldout_s=heldout_s,
             ineligible_reasons=_ineligible(spec, stopped_reason, score, prepared),
+            head=m.HeadBlock.model_validate(self._head or trained.done[0]["head"]),
             pin=_pin_block(self.request),
             distributed_contract=_contract_block(prepared),
             script_sha256={name: sha256_hex(script) for name, script in prepared.bundle.scripts.items()},
@@ -279,6 +284,22 @@ class SeedRun:
         write_json(run_dir / c.THROUGHPUT_PROFILE_FILE, profile.model_dump(mode="json"))
         write_json(run_dir / c.RUN_MANIFEST_FILE, manifest.model_dump(mode="json"))
         return manifest
+
+
+def startup_parts(trained: TrainerResult) -> dict[str, float]:
+    """Seconds from the spawn of the ranks to the first predicted batch, in parts that add up."""
+    imports, prepare = trained.hello[0]["import_s"], trained.hello[0]["prepare_s"]
+    bundle, first = trained.started[0]["bundle_import_s"], trained.first_batch_s or 0.0
+    return {
+        "launch": max(
+            0.0, trained.launch_s - imports - prepare
+        ),  # sandbox, interpreter and, of several ranks, torchrun
+        "imports": imports,
+        "prepare": prepare,
+        "bundle_import": bundle,
+        "evaluators": trained.adoption_s,
+        "bundle_setup": max(0.0, first - trained.adoption_s),  # build_model, optimizer, and the first prediction
+    }
 
 
 def _pin_block(request: ScoreRequest) -> m.PinBlock | None:

@@ -297,6 +297,7 @@ def _replay(
                 nproc=spec.world_size,
                 accounting=spec.accounting,
                 seal=spec.seal,
+                head=spec.head,
                 isolation=spec.isolation if spec.seal == "sealed" else "auto",
                 device=spec.device,
                 torch_threads=spec.torch_threads,

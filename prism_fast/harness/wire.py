@@ -43,13 +43,13 @@ BORN = 64  # JSON: the model is built
 IMPORTING = 68  # bundle code runs from here on: nothing that is said later can be held against the engine
 ADOPTED = 65  # JSON
 NEED = 66  # JSON: dtype, shape, bytes of the logits
-LOGITS = 67  # JSON: dtype, shape, forward_s
+LOGITS = 67  # JSON: dtype, shape, forward_s; head: [weight, bias] by name, where it is the head's input instead
 
 WITH_DESCRIPTOR = frozenset({REGION, ADOPT})
 
 READY_RECORD = struct.Struct("<QB")  # index, autocast code
 BATCH_RECORD = struct.Struct("<QIIfff")  # index, rows, width, data wait, predict and scoring seconds
-PREDICT_RECORD = struct.Struct("<IIB")  # rows, width, autocast code
+PREDICT_RECORD = struct.Struct("<IIBB")  # rows, width, autocast code, whether the head's input will do
 AUTOCAST = ("off", "bfloat16", "float16")  # codes of an enclosing autocast
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def cpu_name() -> str:
 def usable_cpus() -> int:
     """CPUs this process may run on; what a thread count should be measured against."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_age_s() -> float | None:
+    """Seconds since this process was started, interpreter and imports included; None where /proc does not say."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
 
 
 def memory_bytes() -> int:

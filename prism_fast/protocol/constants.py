@@ -77,6 +77,8 @@ PRIMARY_BASE = 100.0
 COMPARE_EPSILON_BPB = 5e-3  # of the held-out delta and of the prequential bpb: smaller differences do not decide
 FUSED_AUDIT_SHARE = 1 / 32  # of the batches, chosen in secret, are predicted strictly too
 FUSED_TOLERANCE = 1e-6  # relative, of a batch's code length
+HEAD_AUDIT_SHARE = 1 / 32  # of the batches scored from the head's input; one row is predicted plainly too
+HEAD_TOLERANCE = 1e-5  # relative, of a row's code length
 FAULT_CODE_LENGTH_FACTOR = 2.0  # a faulty target is charged 2 ln V nats
 
 # Series

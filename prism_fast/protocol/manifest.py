@@ -153,12 +153,24 @@ class ContractBlock(_Block):
     unmet: list[str]
 
 
+class HeadBlock(_Block):
+    """How predictions were scored: from logits (plain), or from what goes into the model's linear head (fused)."""
+
+    asked: Literal["plain", "fused"] = "plain"
+    used: Literal["plain", "fused"] = Field(default="plain", description="as it was when training ended")
+    heldout: Literal["plain", "fused"] | None = Field(default=None, description="of the trained state's passes")
+    reason: str | None = Field(default=None, description="why fused was asked for and not used, or not to the end")
+    audits: int = Field(default=0, ge=0, description="rows predicted both ways")
+    disagreement: float | None = Field(default=0.0, description="the largest between the two, relative; null: infinite")
+
+
 class EngineBlock(_Block):
     """Ours: what a score was made with, so that two scores can be told apart or proven alike."""
 
     version: str
     accounting: str
     capture: str
+    head: HeadBlock = HeadBlock()
     seal: str
     isolation: str
     backends: dict[str, str] = Field(description="kernel -> backend that ran it")

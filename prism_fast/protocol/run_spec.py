@@ -29,6 +29,7 @@ class RunSpec(BaseModel):
     seed: int = Field(default=c.DEFAULT_SEED, ge=0)
     seal: Literal["sealed", "open"]
     capture: Literal["strict", "fused"] = "strict"
+    head: Literal["plain", "fused"] = "plain"
     isolation: Literal["bwrap", "none"]
     accounting: Literal["exact", "prism-v2"] = "exact"
     tokenizer: str

@@ -49,6 +49,7 @@ PINNED = (
     ("nproc", lambda r: r.spec.world_size),
     ("seal", lambda r: r.spec.seal),
     ("capture", lambda r: r.spec.capture),
+    ("head", lambda r: r.spec.head),
     ("engine version", lambda r: r.spec.engine_version),
 )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from prism_fast.harness.fused_source import fingerprint
 
 from .conftest import TINY_ARCHITECTURE, TINY_TRAINING
 
@@ -36,6 +39,21 @@ DISHONEST = {
         "weights changed between batch 0",
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (8,), (5, 8), (4, 16)])
+def test_every_changed_element_changes_the_fingerprint(dtype, shape):
+    for lay_out in (lambda t: t, lambda t: t.t() if t.dim() == 2 else t, lambda t: torch.cat([t.reshape(-1)] * 2)[1:]):
+        model = torch.nn.Module()
+        model.register_buffer("state", lay_out(torch.ones(shape, dtype=dtype)))
+        before = fingerprint(model)
+        for index in range(model.state.numel()):
+            element = model.state[tuple(int(i) for i in torch.unravel_index(torch.tensor(index), model.state.shape))]
+            element += 1
+            assert not torch.equal(fingerprint(model), before), index
+            element -= 1
+        assert torch.equal(fingerprint(model), before)
 
 
 @pytest.mark.long

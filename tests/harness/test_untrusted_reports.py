@@ -19,6 +19,7 @@ from prism_fast.harness.sealed import checked_request
 from prism_fast.harness.state_layout import Entry
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault
+from prism_fast.protocol.manifest import HeadBlock
 from prism_fast.protocol.run_spec import RunSpec
 
 REQUEST = {"batch_size": 4, "seq_len": 64, "basis": "tokens"}
@@ -29,6 +30,7 @@ DONE = {
     "peak_vram_bytes": None,
     "peak_vram_reserved_bytes": None,
     "forward_flops": None,
+    "head": HeadBlock().model_dump(),
 }
 
 
@@ -76,6 +78,9 @@ def test_a_byte_run_may_be_asked_for_by_its_own_tokenizer_or_by_none(basis):
         {"peak_rss_bytes": -1},
         {"peak_vram_bytes": [1]},
         {"forward_flops": -5},
+        {"head": {"audits": -1}},
+        {"head": {"used": "neither"}},
+        {"head": 5},
     ],
 )
 def test_a_ranks_last_report_is_held_to_its_types(wrong):

@@ -1,0 +1,138 @@
+"""What does batching rows of like width save in held-out scoring, against batches in the file's order?
+
+    python -m benchmarks.heldout [--quick] [--json]
+
+The whole val split of the sample corpus, by the example decoder at its random init in an evaluator process, scored by
+the referee's own code: rows sorted by width, which is what a run does, and rows as they come, both in batches of at
+most the same number of padded tokens. The passes take turns. Every document must cost the same nats either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.measure import machine, median, save
+from prism_fast.harness import heldout
+from prism_fast.harness.bundle import load_bundle
+from prism_fast.harness.evaluator_client import Evaluator
+from prism_fast.harness.isolation import Sandbox
+from prism_fast.protocol.run_spec import RunSpec
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
+Batching = Callable[[np.ndarray], Iterator[np.ndarray]]
+
+
+def in_file_order(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Row numbers as they come, in batches of at most MICRO_BATCH_TOKENS padded tokens, the widest first in each."""
+    begin, widest = 0, 0
+    for end in range(len(rows) + 1):
+        width = int(rows[end, 2]) + 1 if end < len(rows) else 0
+        full = (end - begin + 1) * max(widest, width) > heldout.MICRO_BATCH_TOKENS
+        if end > begin and (full or end == len(rows)):
+            batch = np.arange(begin, end)
+            yield batch[np.argsort(-rows[batch, 2], kind="stable")]
+            begin, widest = end, 0
+        widest = max(widest, width)
+
+
+ORDERS: dict[str, Batching] = {"by width": heldout.micro_batches, "file order": in_file_order}
+
+
+def padded_tokens(rows: np.ndarray, batching: Batching) -> tuple[int, int]:
+    """-> (padded tokens fed, batches)."""
+    batches = list(batching(rows))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(rows)))
+    return sum(len(b) * (int(rows[b[0], 2]) + 1) for b in batches), len(batches)
+
+
+def measure(documents: Any, tokenizer: Any, seq_len: int, repeats: int) -> list[dict[str, Any]]:
+    spec = RunSpec(
+        engine_version="", bundle_digest="", seal="sealed", isolation="none", tokenizer="gpt2",
+        tokenizer_fingerprint="", corpus_fingerprint="", val_corpus_fingerprint=None,
+        vocab_size=-(-tokenizer.n_vocab // 64) * 64, sequence_length=seq_len, torch_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        evaluator = Evaluator(
+            spec, load_bundle(EXAMPLE), Sandbox("none"), {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            Path(folder) / "log", tokenizer_dir="", deadline=lambda: monotonic() + 600,
+        )  # fmt: skip
+        evaluator.n_vocab = tokenizer.n_vocab
+        seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
+        passes: dict[str, Any] = {}
+        try:
+            evaluator.wait_until_born()
+            for _ in range(repeats):
+                for order, batching in ORDERS.items():
+                    heldout.micro_batches = batching
+                    began = perf_counter()
+                    passes[order] = heldout.Pass(
+                        evaluator, None, documents, seq_len, tokenizer.eot, tokenizer.n_vocab, lambda: None
+                    )
+                    seconds[order].append(perf_counter() - began)
+        finally:
+            heldout.micro_batches = ORDERS["by width"]
+            evaluator.close()
+            evaluator.process.wait()
+    np.testing.assert_allclose(passes["by width"].nats, passes["file order"].nats, rtol=1e-5)
+    rows, typical = documents.rows(seq_len), {order: median(values) for order, values in seconds.items()}
+    real = int(rows[:, 2].sum() + len(rows))  # each row begins with a token that is not scored
+    found = []
+    for order, batching in ORDERS.items():
+        padded, batches = padded_tokens(rows, batching)
+        found.append(
+            {
+                "order": order,
+                "seq": seq_len,
+                "documents": len(documents),
+                "tokens": passes[order].tokens,
+                "batches": batches,
+                "padding": 1 - real / padded,
+                "seconds": typical[order],
+                "tokens_per_s": passes[order].tokens / typical[order],
+                "over_file_order": typical["file order"] / typical[order],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a prefix of 30,000 bytes, once")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
+    arguments = parser.parse_args()
+    from prism_fast.data.corpus import resolve_data
+    from prism_fast.data.tokenizers import reference_tokenizer
+
+    tokenizer = reference_tokenizer("gpt2")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        corpus = resolve_data("sample", tokenizer, Path(cache))
+        documents = heldout.Documents.read(corpus, "val", "tokens", 30_000 if arguments.quick else None)
+        for seq_len in (128, 512):
+            rows += measure(documents, tokenizer, seq_len, 1 if arguments.quick else 3)
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+        return
+    print(machine(), f"torch {torch.__version__}")
+    print(f"{'seq':>5}  {'order':<11}{'batches':>8}{'padding':>9}{'tokens/s':>10}{'over file order':>17}")
+    for row in rows:
+        print(
+            f"{row['seq']:>5}  {row['order']:<11}{row['batches']:>8}{row['padding']:>9.1%}{row['tokens_per_s']:>10.0f}"
+            f"{row['over_file_order']:>17.2f}"
+        )
+    if not arguments.quick:
+        save("heldout", {"torch": torch.__version__}, rows)
+
+
+if __name__ == "__main__":
+    main()
