@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def commands(_: str) -> str:
     from typer.main import get_command
 
-    from prism_fast.cli.main import app
+    from prism_fast.cli.app import app
 
     return "\n\n".join(_command(name, command) for name, command in _leaves(get_command(app)))
 

@@ -63,7 +63,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_the_command_line_starts_without_torch_numpy_or_pydantic():
-    assert not {"torch", "numpy", "pydantic", "pyarrow"} & modules_after("import prism_fast.cli.main")
+    assert not {"torch", "numpy", "pydantic", "pyarrow"} & modules_after("import prism_fast.cli.app")
 
 
 def test_a_miner_who_takes_a_loss_does_not_pay_for_the_harness():

@@ -41,3 +41,29 @@ def test_the_package_and_its_core_are_of_one_version():
     from prism_fast import _core
 
     assert _core.__version__ == prism_fast.__version__
+
+
+INTERRUPTING = """
+import os, signal, sys
+
+meanwhile = sys.argv[1]
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == meanwhile:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from prism_fast.cli.main import main
+sys.argv = ["prism-fast", "pack", "text.txt", "--out", "packed"]
+main()
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["prism_fast.cli.app", "typer", "prism_fast.data.pack"])
+def test_an_interrupt_is_one_sentence_whenever_it_comes(tmp_path, meanwhile):
+    (tmp_path / "text.txt").write_text("some text\n")
+    command = [sys.executable, "-c", INTERRUPTING, meanwhile]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "prism-fast: interrupted")
+    assert not (tmp_path / "packed").exists()

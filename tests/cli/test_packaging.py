@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from prism_fast.cli.main import app
+from prism_fast.cli.app import app
 from prism_fast.protocol import errors
 
 PACKAGING = Path(__file__).parents[2] / "packaging"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from prism_fast.cli.main import app
+from prism_fast.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "packaging" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
