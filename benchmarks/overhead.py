@@ -24,6 +24,7 @@ from prism_fast.profiling.overhead import measure_overhead
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
 MODELS = {"example": (64, 2, 4), "30M": (384, 6, 6)}  # width, layers, heads
 VOCABULARIES = {4096: "bytes", 50304: "gpt2"}  # heads may be wider than the tokenizer's ids, never narrower
+RUN_SECONDS = 15  # of the bare loop
 MODES = {"bare": "bare", "open": "strict", "sealed": "sealed", "fused": "fused"}
 
 
@@ -41,15 +42,22 @@ def write_decoder(folder: Path, model: str, vocab: int) -> Path:
     return bundle
 
 
-def kept_rows(measured: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of the models that were not measured now, if this machine and torch made them."""
+def kept_rows(measured: set[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Rows of the (model, vocabulary) pairs that were not measured now, if this machine and torch made them."""
     file = RESULTS / "overhead.json"
     if not file.is_file():
         return []
     document = json.loads(file.read_text())
     if document["machine"] != machine() or document["versions"] != {"torch": torch.__version__}:
         return []
-    return [row for row in document["rows"] if row["model"] not in measured]
+    return [row for row in document["rows"] if (row["model"], row["vocab"]) not in measured]
+
+
+def steps_for(bundle: Path, seq: int, tokenizer: str) -> int:
+    """Steps for a run so long that its start weighs little: the shadow evaluator loads torch in the first seconds."""
+    found = measure_overhead(bundle, seq_len=seq, tokenizer=tokenizer, modes=("bare",), steps=5, repeats=1)
+    row = found["rows"][0]
+    return max(20, min(1000, round(RUN_SECONDS * row["tokens_per_s"] / (row["batch"] * seq))))
 
 
 def main() -> None:
@@ -57,6 +65,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the example decoder at 128 tokens, once")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
     parser.add_argument("--model", choices=tuple(MODELS), default=None, help="this one alone; the file keeps the other")
+    parser.add_argument("--vocab", type=int, choices=tuple(VOCABULARIES), default=None, help="likewise")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     models = (arguments.model,) if arguments.model else ("example",) if arguments.quick else tuple(MODELS)
@@ -68,6 +77,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for model in models:
             for vocab, tokenizer in VOCABULARIES.items():
+                if arguments.vocab not in (None, vocab):
+                    continue
                 bundle = write_decoder(Path(scratch), model, vocab)
                 for seq in widths:
                     found = measure_overhead(
@@ -75,7 +86,7 @@ def main() -> None:
                         seq_len=seq,
                         tokenizer=tokenizer,
                         modes=tuple(MODES),
-                        steps=12 if arguments.quick else 20,
+                        steps=12 if arguments.quick else steps_for(bundle, seq, tokenizer),
                         repeats=1 if arguments.quick else arguments.repeats,
                     )
                     for row in found["rows"]:
@@ -90,7 +101,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"rows": rows}))
     elif not arguments.quick:
-        save("overhead", {"torch": torch.__version__}, [*kept_rows(models), *rows])
+        save(
+            "overhead",
+            {"torch": torch.__version__},
+            [*kept_rows({(row["model"], row["vocab"]) for row in rows}), *rows],
+        )
 
 
 if __name__ == "__main__":
