@@ -255,12 +255,11 @@ class Trainer:
             with contextlib.suppress(OSError):
                 used += (self.run_dir / log).stat().st_size
         if used > self.spec.artifacts_quota_bytes:
-            wrote = f"wrote {used:,} bytes of artifacts and output"
+            wrote = f"the bundle wrote {used:,} bytes of artifacts and output"
             if used >= EVERYTHING:
-                wrote = f"made artifacts directories that are closed or more than {MAX_DEPTH} deep"
+                wrote = f"the bundle made artifacts directories that are closed or more than {MAX_DEPTH} deep"
             raise ArtifactsQuotaExceeded(
-                f"the bundle {wrote}; the quota is {self.spec.artifacts_quota_bytes:,} bytes "
-                f"({c.MARKER_ARTIFACTS_QUOTA})",
+                f"{wrote}; the quota is {self.spec.artifacts_quota_bytes:,} bytes ({c.MARKER_ARTIFACTS_QUOTA})",
                 rule=c.RULE_ARTIFACTS_QUOTA,
             )
 
