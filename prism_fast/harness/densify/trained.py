@@ -39,12 +39,12 @@ class TrainedModel:
         self._layout, self._region = load_state(weights)
         self._evaluator: Evaluator | None = None
 
-    def predict(self, tokens: np.ndarray) -> Any:
-        """int64 [B, L] -> `Prediction`, as of an evaluator. Raises NotFeasible when the model fails on it."""
+    def predict(self, tokens: np.ndarray, *, fused: bool = False) -> Any:
+        """int64 [B, L] -> `Prediction`, as of `Evaluator.predict`. Raises NotFeasible when the model fails on it."""
         try:
             if self._evaluator is None:
                 self._evaluator = self._start()
-            return self._evaluator.predict(np.ascontiguousarray(tokens))
+            return self._evaluator.predict(np.ascontiguousarray(tokens), fused=fused)
         except PrismError as error:
             self.close()
             raise NotFeasible(f"the model fails on rows of {tokens.shape[1]} tokens: {error}") from None
