@@ -59,9 +59,8 @@ class RayEncoders:
             self._ray.shutdown()
             raise UsageError(f"--address {address}: no node of the cluster has a core to tokenise on")
         self._fingerprint = tokenizer.fingerprint
-        self._shared = [
-            self._ray.put(tokenizer)
-        ]  # in a list, so that a task fetches it once a worker and not each time
+        # In a list, so that a worker fetches it once and not with every task.
+        self._shared = [self._ray.put(tokenizer)]
         self._task = self._ray.remote(_encode).options(num_cpus=1, max_retries=TRIES_AGAIN)
 
     def __enter__(self) -> RayEncoders:
