@@ -9,7 +9,6 @@ are of the steady state's mean step, from the throughput profile.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,11 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.growth import ARCHITECTURE, TRAINING, write_text
-from benchmarks.measure import machine, save
+from benchmarks.measure import Table, parser_for
 from prism_fast.protocol import constants as c
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
 LENGTH, ROWS = 256, 64
+COLUMNS = {
+    "model": "8", "seal": "7", "tokens_per_s": "9.0f", "times_example": ".1f", "step_ms": ".1f",
+    "data_wait_share": ".2%", "ledger_share": ".2%", "other_share": ".2%",
+}  # fmt: skip
 
 
 def profile_of(bundle: Path, folder: Path, seal: str, *options: str) -> dict[str, Any]:
@@ -39,12 +42,8 @@ def profile_of(bundle: Path, folder: Path, seal: str, *options: str) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="open alone, once, fewer steps")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
-    arguments = parser.parse_args()
+    arguments = parser_for(__doc__, quick="open alone, once, fewer steps").parse_args()
     repeats, steps = (1, 60) if arguments.quick else (3, 200)
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="prism-feed-") as scratch:
         place = Path(scratch)
         (place / "fast").mkdir()
@@ -64,6 +63,7 @@ def main() -> None:
             for seal in ("open",) if arguments.quick else ("open", "sealed"):
                 for model, (bundle, options) in models.items():
                     found.setdefault((model, seal), []).append(profile_of(bundle, place, seal, *options))
+    table = Table("feed", {"torch": torch.__version__}, COLUMNS, arguments)
     for (model, seal), profiles in found.items():
 
         def typical(of: Any, profiles: Any = profiles) -> float:
@@ -71,7 +71,7 @@ def main() -> None:
 
         rate = typical(lambda p: p["steady_state"]["tokens_per_s"])
         example = statistics.median(p["steady_state"]["tokens_per_s"] for p in found["example", seal])
-        rows.append(
+        table.add(
             {
                 "model": model,
                 "seal": seal,
@@ -84,18 +84,7 @@ def main() -> None:
                 },
             }
         )
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(machine(), f"torch {torch.__version__}")
-    print(f"{'model':<9}{'seal':<8}{'tokens/s':>10}{'x example':>11}{'data wait':>11}{'ledger':>9}{'other':>8}")
-    for row in rows:
-        print(
-            f"{row['model']:<9}{row['seal']:<8}{row['tokens_per_s']:>10.0f}{row['times_example']:>11.1f}"
-            f"{row['data_wait_share']:>11.2%}{row['ledger_share']:>9.2%}{row['other_share']:>8.2%}"
-        )
-    if not arguments.quick:
-        save("feed", {"torch": torch.__version__}, rows)
+    table.finish()
 
 
 if __name__ == "__main__":

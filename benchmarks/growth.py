@@ -10,7 +10,6 @@ code from made-up records, at 8,192 tokens a batch; record files grow by a fixed
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -24,11 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import machine, save
+from benchmarks.measure import Table, parser_for
 
 ROWS, LENGTH = 8, 128
 TOKENS_A_BATCH = 8192  # simulated
 SAMPLE_S = 0.25
+COLUMNS = {
+    "what": "9", "tokens": "9.2g", "tokens_per_s": ".0f", "referee_mib": ".0f", "trainer_mib": ".0f",
+    "evaluators_mib": ".0f", "bytes_a_batch": ".0f", "manifest_bytes": ",", "side_bytes": "11,", "documents_s": ".1f",
+}  # fmt: skip
 ARCHITECTURE = """
 import torch
 from torch import nn
@@ -240,41 +243,20 @@ def simulate(run_dir: Path, batches: int, tokens_a_batch: int = TOKENS_A_BATCH) 
         "manifest_bytes": size(c.RUN_MANIFEST_FILE),
         "side_bytes": records + size(c.TRAIN_SERIES_FILE, c.THROUGHPUT_PROFILE_FILE),
         "series_bytes": size(c.TRAIN_SERIES_FILE),
-        "record_bytes_a_batch": records / batches,
+        "bytes_a_batch": records / batches,
         "ledger_microseconds_a_batch": 1e6 * record_s / batches,
         "documents_s": document_s,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a million tokens run, 1e8 simulated")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
-    arguments = parser.parse_args()
-    rows = long_run(10**6 if arguments.quick else 10**7)
+    arguments = parser_for(__doc__, quick="a million tokens run, 1e8 simulated").parse_args()
+    table = Table("growth", {"torch": torch.__version__}, COLUMNS, arguments)
+    for row in long_run(10**6 if arguments.quick else 10**7):
+        table.add(row)
     with tempfile.TemporaryDirectory(prefix="prism-growth-") as folder:
-        rows.append(simulate(Path(folder), (10**8 if arguments.quick else 10**10) // TOKENS_A_BATCH))
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(machine(), f"torch {torch.__version__}")
-    print(
-        f"{'tokens':>9}{'tokens/s':>10}{'referee':>9}{'trainer':>9}{'evaluators':>11} MiB"
-        f"{'record bytes':>14}{'a batch':>9}"
-    )
-    for row in rows[:-1]:
-        print(
-            f"{row['tokens']:>9.2g}{row['tokens_per_s']:>10.0f}{row['referee_mib']:>9.0f}{row['trainer_mib']:>9.0f}"
-            f"{row['evaluators_mib']:>11.0f}    {row['record_bytes']:>14,.0f}{row['bytes_a_batch']:>9.0f}"
-        )
-    last = rows[-1]
-    print(
-        f"simulated {last['tokens']:.3g} tokens, {last['batches']:,} batches: manifest {last['manifest_bytes']:,} "
-        f"bytes, side files {last['side_bytes']:,} ({last['record_bytes_a_batch']:.1f} a batch), ledger "
-        f"{last['ledger_microseconds_a_batch']:.1f} us a batch, documents {last['documents_s']:.1f} s"
-    )
-    if not arguments.quick:
-        save("growth", {"torch": torch.__version__}, rows)
+        table.add(simulate(Path(folder), (10**8 if arguments.quick else 10**10) // TOKENS_A_BATCH))
+    table.finish()
 
 
 if __name__ == "__main__":

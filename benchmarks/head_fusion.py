@@ -22,10 +22,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import machine, save
+from benchmarks.measure import Table, parser_for
 
 VOCABULARIES = (50304, 128256)
 WIDTH, ROWS, LENGTH, BATCHES = 384, 4, 512, 4
+COLUMNS = {
+    "where": "6", "vocab": "", "head": "5", "milliseconds": ".0f", "times_faster": ".2f", "peak_mib": ".0f",
+    "evaluator_peak_mib": ".0f",
+}  # fmt: skip
 ARCHITECTURE = f"""
 import torch
 from torch import nn
@@ -134,19 +138,14 @@ MEASURES = {"open": measure_open, "sealed": measure_sealed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smaller vocabulary, once")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
+    parser = parser_for(__doc__, quick="the smaller vocabulary, once")
     parser.add_argument("--one", nargs=3, metavar=("WHERE", "VOCAB", "HEAD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         where, vocab, head = arguments.one
         print(json.dumps(MEASURES[where](int(vocab), head)))
         return
-    rows: list[dict[str, Any]] = []
-    if not arguments.json:
-        print(machine(), f"torch {torch.__version__}, {ROWS} x {LENGTH} tokens, width {WIDTH}")
-        print(f"{'where':<7}{'vocab':>8}  {'head':<6}{'ms':>8}{'faster':>8}{'peak MiB':>10}{'evaluator':>10}")
+    table = Table("head_fusion", {"torch": torch.__version__}, COLUMNS, arguments)
     for where in MEASURES:
         for vocab in VOCABULARIES[: 1 if arguments.quick else None]:
             found: dict[str, list[dict[str, Any]]] = {"plain": [], "fused": []}
@@ -161,17 +160,8 @@ def main() -> None:
                 row |= {key: statistics.median(r[key] for r in runs) for key in runs[0]}
                 row |= {"milliseconds": 1e3 * row["seconds"], "times_faster": plain_s / row["seconds"]}
                 row |= {"logits_mib": ROWS * LENGTH * vocab * 4 / 2**20}
-                rows.append(row)
-                if not arguments.json:
-                    print(
-                        f"{where:<7}{vocab:>8}  {head:<6}{row['milliseconds']:>8.0f}{row['times_faster']:>8.2f}"
-                        f"{row['peak_mib']:>10.0f}{row.get('evaluator_peak_mib', 0):>10.0f}",
-                        flush=True,
-                    )
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-    elif not arguments.quick:
-        save("head_fusion", {"torch": torch.__version__}, rows)
+                table.add(row)
+    table.finish()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ most the same number of padded tokens. The passes take turns. Every document mus
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import machine, median, save
+from benchmarks.measure import Table, median, parser_for
 from prism_fast.harness import heldout
 from prism_fast.harness.bundle import load_bundle
 from prism_fast.harness.evaluator_client import Evaluator
@@ -29,6 +27,7 @@ from prism_fast.harness.isolation import Sandbox
 from prism_fast.protocol.run_spec import RunSpec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
+COLUMNS = {"seq": "", "order": "10", "batches": "", "padding": ".1%", "tokens_per_s": "9.0f", "over_file_order": ".2f"}
 Batching = Callable[[np.ndarray], Iterator[np.ndarray]]
 
 
@@ -106,32 +105,19 @@ def measure(documents: Any, tokenizer: Any, seq_len: int, repeats: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a prefix of 30,000 bytes, once")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
-    arguments = parser.parse_args()
+    arguments = parser_for(__doc__, quick="a prefix of 30,000 bytes, once").parse_args()
     from prism_fast.data.corpus import resolve_data
     from prism_fast.data.tokenizers import reference_tokenizer
 
     tokenizer = reference_tokenizer("gpt2")
-    rows: list[dict[str, Any]] = []
+    table = Table("heldout", {"torch": torch.__version__}, COLUMNS, arguments)
     with tempfile.TemporaryDirectory() as cache:
         corpus = resolve_data("sample", tokenizer, Path(cache))
         documents = heldout.Documents.read(corpus, "val", "tokens", 30_000 if arguments.quick else None)
         for seq_len in (128, 512):
-            rows += measure(documents, tokenizer, seq_len, 1 if arguments.quick else 3)
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(machine(), f"torch {torch.__version__}")
-    print(f"{'seq':>5}  {'order':<11}{'batches':>8}{'padding':>9}{'tokens/s':>10}{'over file order':>17}")
-    for row in rows:
-        print(
-            f"{row['seq']:>5}  {row['order']:<11}{row['batches']:>8}{row['padding']:>9.1%}{row['tokens_per_s']:>10.0f}"
-            f"{row['over_file_order']:>17.2f}"
-        )
-    if not arguments.quick:
-        save("heldout", {"torch": torch.__version__}, rows)
+            for row in measure(documents, tokenizer, seq_len, 1 if arguments.quick else 3):
+                table.add(row)
+    table.finish()
 
 
 if __name__ == "__main__":

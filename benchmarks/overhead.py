@@ -10,7 +10,6 @@ process of its own, steady-state steps only. The peer is the bare loop.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import RESULTS, machine, save
+from benchmarks.measure import RESULTS, Table, machine, parser_for
 from prism_fast.profiling.overhead import measure_overhead
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
 MODELS = {"example": (64, 2, 4), "30M": (384, 6, 6)}  # width, layers, heads
 VOCABULARIES = {4096: "bytes", 50304: "gpt2"}  # heads may be wider than the tokenizer's ids, never narrower
 RUN_SECONDS = 15  # of the bare loop
+COLUMNS = {"model": "7", "vocab": "", "seq": "", "mode": "6", "tokens_per_s": "9.0f", "ratio": ".2f"}
 MODES = {"bare": "bare", "open": "strict", "sealed": "sealed", "fused": "fused"}
 
 
@@ -61,19 +61,14 @@ def steps_for(bundle: Path, seq: int, tokenizer: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the example decoder at 128 tokens, once")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
+    parser = parser_for(__doc__, quick="the example decoder at 128 tokens, once")
     parser.add_argument("--model", choices=tuple(MODELS), default=None, help="this one alone; the file keeps the other")
     parser.add_argument("--vocab", type=int, choices=tuple(VOCABULARIES), default=None, help="likewise")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     models = (arguments.model,) if arguments.model else ("example",) if arguments.quick else tuple(MODELS)
     widths = (128,) if arguments.quick else (128, 512)
-    rows: list[dict[str, Any]] = []
-    if not arguments.json:
-        print(machine(), f"torch {torch.__version__}")
-        print(f"{'model':<9}{'vocab':>7}{'seq':>5}  {'mode':<7}{'tokens/s':>10}{'ratio':>7}")
+    table = Table("overhead", {"torch": torch.__version__}, COLUMNS, arguments)
     with tempfile.TemporaryDirectory() as scratch:
         for model in models:
             for vocab, tokenizer in VOCABULARIES.items():
@@ -90,22 +85,8 @@ def main() -> None:
                         repeats=1 if arguments.quick else arguments.repeats,
                     )
                     for row in found["rows"]:
-                        row |= {"mode": MODES[row["mode"]], "model": model, "vocab": vocab}
-                        rows.append(row)
-                        if not arguments.json:
-                            print(
-                                f"{model:<9}{vocab:>7}{seq:>5}  {row['mode']:<7}"
-                                f"{row['tokens_per_s']:>10.0f}{row['ratio']:>7.2f}",
-                                flush=True,
-                            )
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-    elif not arguments.quick:
-        save(
-            "overhead",
-            {"torch": torch.__version__},
-            [*kept_rows({(row["model"], row["vocab"]) for row in rows}), *rows],
-        )
+                        table.add({**row, "mode": MODES[row["mode"]], "model": model, "vocab": vocab})
+    table.finish(kept_rows({(row["model"], row["vocab"]) for row in table.rows}))
 
 
 if __name__ == "__main__":

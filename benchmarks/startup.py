@@ -3,13 +3,12 @@
     python -m benchmarks.startup [--repeats N] [--json]
 
 `prism-fast score` of the example decoder on the packed sample, sealed and open, each a command of its own, in turn: the
-parts of `startup_s` in its throughput profile, medians. They add up to `to first batch`; `first_step_over_import` is
+parts of `startup_s` in its throughput profile, medians. They add up to `to first batch`; `over_import` is
 that over the wall time of `python -c "import torch"` in the same turns, which no run can be faster than.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,15 +16,15 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from benchmarks.measure import machine, save
+from benchmarks.measure import Table, parser_for
 from prism_fast.protocol import constants as c
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
 SEALS = ("sealed", "open")
+COLUMNS = {"seal": "7", "part": "26", "seconds": ".2f", "over_import": ".2f"}
 
 
 def start_of(seal: str, folder: Path) -> dict[str, float]:
@@ -46,9 +45,8 @@ def import_torch_s() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON; write no results file")
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {seal: [] for seal in SEALS}
     imports = []
@@ -59,23 +57,14 @@ def main() -> None:
             for seal, starts in found.items():
                 starts.append(start_of(seal, Path(folder)))
     torch_s = statistics.median(imports)
-    rows: list[dict[str, Any]] = []
+    table = Table("startup", {"torch": torch.__version__}, COLUMNS, arguments)
     for seal, starts in found.items():
-        rows += [
-            {"seal": seal, "part": part, "seconds": statistics.median(s[part] for s in starts)} for part in starts[0]
-        ]
+        for part in starts[0]:
+            table.add({"seal": seal, "part": part, "seconds": statistics.median(s[part] for s in starts)})
         total = statistics.median(sum(s.values()) for s in starts)
-        rows.append(
-            {"seal": seal, "part": "to first batch", "seconds": total, "first_step_over_import": total / torch_s}
-        )
-    rows.append({"seal": "-", "part": 'python -c "import torch"', "seconds": torch_s})
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(machine(), f"torch {torch.__version__}")
-    for row in rows:
-        print(f"{row['seal']:<7}{row['part']:<26}{row['seconds']:>8.2f} s")
-    save("startup", {"torch": torch.__version__}, rows)
+        table.add({"seal": seal, "part": "to first batch", "seconds": total, "over_import": total / torch_s})
+    table.add({"seal": "-", "part": 'python -c "import torch"', "seconds": torch_s})
+    table.finish()
 
 
 if __name__ == "__main__":

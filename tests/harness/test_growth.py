@@ -18,5 +18,5 @@ def test_documents_of_a_run_do_not_grow_with_it(tmp_path):
     assert long["manifest_bytes"] < 20_000 and long["manifest_bytes"] - short["manifest_bytes"] < 200
     assert long["series_bytes"] < 1.2 * short["series_bytes"] < 4_000_000
     for row in found.values():
-        assert row["record_bytes_a_batch"] == pytest.approx(RECORD, rel=0.01)
+        assert row["bytes_a_batch"] == pytest.approx(RECORD, rel=0.01)
     assert RECORD * (10**10 // 8192) + long["series_bytes"] < 200_000_000
