@@ -14,6 +14,7 @@ from prism_fast.protocol.constants import RUN_MANIFEST_FILE
 from prism_fast.protocol.manifest import RunManifest
 from prism_fast.report.rank import rank_runs
 from tests.harness.test_golden_scores import GOLDEN_IN_CAMPAIGN, OPTIONS
+from tests.live_processes import living
 
 ray = pytest.importorskip("ray")
 
@@ -53,14 +54,8 @@ def test_a_campaign_scores_the_examples_as_score_does(tmp_path):
 
 def score_process_and_worker(out: Path) -> tuple[int, int] | None:
     """(pid of a running `score`, pid of the Ray worker above it)."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"score" in words and any(w.startswith(f"--out={out}".encode()) for w in words):
-                return int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    return None
+    found = (p for p in living() if "score" in p.words and any(w.startswith(f"--out={out}") for w in p.words))
+    return next(((p.pid, p.parent) for p in found), None)
 
 
 @pytest.mark.slow

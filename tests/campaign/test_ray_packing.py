@@ -12,6 +12,7 @@ import pytest
 
 from prism_fast.data.pack import pack
 from prism_fast.data.tokenizers import reference_tokenizer, tokenizer_from_file
+from tests.live_processes import living
 
 ray = pytest.importorskip("ray")
 
@@ -31,14 +32,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def encoding_workers() -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cmdline").read_bytes().startswith(b"ray::_encode"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    return [p.pid for p in living() if p.words[0].startswith("ray::_encode")]
 
 
 @pytest.mark.long

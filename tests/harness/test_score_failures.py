@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prism_fast.protocol import constants as c
+from tests.live_processes import living
 
 from .conftest import TINY_ARCHITECTURE, TINY_TRAINING, score_command, write_bundle
 
@@ -220,18 +221,7 @@ def started(process: subprocess.Popen, seed_dir: Path, batches: int = 5) -> None
 
 def alive_with(text: str) -> list[str]:
     """Command lines of living processes whose environment names this run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if (
-                    text.encode() in (entry / "environ").read_bytes()
-                    and "Z" not in (entry / "stat").read_text().split()[2]
-                ):
-                    found.append((entry / "cmdline").read_bytes().decode())
-            except OSError:
-                continue
-    return found
+    return [" ".join(p.words) for p in living() if text in p.environment()]
 
 
 @pytest.fixture
