@@ -2,13 +2,15 @@
 
     python -m benchmarks.heldout [--quick] [--json]
 
-The whole val split of the sample corpus, by the example decoder at its random init in an evaluator process, scored by
-the referee's own code: rows sorted by width, which is what a run does, and rows as they come, both in batches of at
-most the same number of padded tokens. The passes take turns. Every document must cost the same nats either way.
+The whole val split of the sample corpus, chapter by chapter (its documents) and verse by verse, by the example decoder
+at its random init in an evaluator process, scored by the referee's own code: rows sorted by width, which is what a run
+does, and rows as they come, both in batches of at most the same number of padded tokens. The passes take turns. Every
+document must cost the same nats either way.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +29,10 @@ from prism_fast.harness.isolation import Sandbox
 from prism_fast.protocol.run_spec import RunSpec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
-COLUMNS = {"seq": "", "order": "10", "batches": "", "padding": ".1%", "tokens_per_s": "9.0f", "over_file_order": ".2f"}
+COLUMNS = {
+    "text": "8", "seq": "", "order": "10", "batches": "", "padding": ".1%", "tokens_per_s": "9.0f",
+    "over_file_order": ".2f",
+}  # fmt: skip
 Batching = Callable[[np.ndarray], Iterator[np.ndarray]]
 
 
@@ -45,6 +50,15 @@ def in_file_order(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 ORDERS: dict[str, Batching] = {"by width": heldout.micro_batches, "file order": in_file_order}
+
+
+def line_by_line(documents: Any, tokenizer: Any) -> Any:
+    """The same text with every line a document of its own."""
+    newlines = [i for i in range(tokenizer.n_vocab) if tokenizer.decode_bytes(np.array([i])).endswith(b"\n")]
+    ends = np.union1d(np.flatnonzero(np.isin(documents.ids, newlines)) + 1, documents.offsets[1:])
+    offsets = np.concatenate([[0], ends])
+    utf8_bytes = np.add.reduceat(tokenizer.token_bytes[documents.ids].astype(np.int64), offsets[:-1])
+    return heldout.Documents(documents.ids, offsets, utf8_bytes)
 
 
 def padded_tokens(rows: np.ndarray, batching: Batching) -> tuple[int, int]:
@@ -114,9 +128,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         corpus = resolve_data("sample", tokenizer, Path(cache))
         documents = heldout.Documents.read(corpus, "val", "tokens", 30_000 if arguments.quick else None)
-        for seq_len in (128, 512):
-            for row in measure(documents, tokenizer, seq_len, 1 if arguments.quick else 3):
-                table.add(row)
+        texts = {"chapters": documents, "verses": line_by_line(documents, tokenizer)}
+        for (text, of_text), seq_len in itertools.product(texts.items(), (128, 512)):
+            for row in measure(of_text, tokenizer, seq_len, 1 if arguments.quick else 3):
+                table.add({"text": text, **row})
     table.finish()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from prism_fast.harness.ledger import Ledger
+from prism_fast.harness.train_series import build_series
 from prism_fast.profiling.throughput import build_profile
 from prism_fast.protocol import constants as c
-from prism_fast.protocol import ledger as layout
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.budgets import training_flops
 from prism_fast.protocol.canonical import canonical_json, file_sha256, sha256_hex
@@ -48,78 +48,19 @@ class RunFacts:
     distributed_contract: m.ContractBlock | None = None
 
 
-def build_series(facts: RunFacts) -> m.TrainSeries:
-    """The train series from ledger.bin and observations.bin, at most SERIES_MAX_POINTS points."""
-    records = layout.read_records(facts.run_dir / c.LEDGER_FILE, layout.LEDGER_MAGIC, layout.LEDGER_DTYPE)
-    seen = layout.read_records(
-        facts.run_dir / c.OBSERVATIONS_FILE, layout.OBSERVATIONS_MAGIC, layout.OBSERVATIONS_DTYPE
-    )
-    world = facts.spec.world_size
-    batches = len(records) // world
-    stride = max(1, -(-batches // c.SERIES_MAX_POINTS))
-    starts = np.arange(0, batches, stride)
-
-    def per_point(values: np.ndarray, fold: Any = np.add) -> np.ndarray:
-        """Folds a per-record column over ranks, then over the batches of each point."""
-        return fold.reduceat(fold.reduce(values[: batches * world].reshape(batches, world), axis=1), starts)
-
-    nats = per_point(records["nats"])
-    scored = per_point(records["scored_tokens"].astype(np.int64))
-    n_bytes = np.cumsum(per_point(records["bytes"].astype(np.int64)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        loss = np.where(scored > 0, nats / scored, np.nan)
-        running = np.where(n_bytes > 0, np.cumsum(nats) / c.LN2 / n_bytes, np.nan)
-    first_rank = seen[seen["rank"] == 0]
-    wall, norm = np.zeros(batches), np.full(batches, np.nan)
-    wall[first_rank["index"].astype(np.int64)] = first_rank["wall_s"]
-    norm[first_rank["index"].astype(np.int64)] = first_rank["grad_norm"]
-    clip = norm > c.CLIP_EVENT_NORM
-    steps_ms = 1e3 * sum(
-        first_rank[p].astype(np.float64) for p in ("data_wait_s", "predict_s", "scoring_s", "ledger_s", "step_s")
-    )
-    finite = norm[np.isfinite(norm)]
-    ends = np.minimum(starts + stride, batches) - 1
-    columns = m.SeriesColumns(
-        i=starts.tolist(),
-        tokens_seen=np.cumsum(per_point(records["positions"].astype(np.int64))).tolist(),
-        covered_bytes=n_bytes.tolist(),
-        train_ce_nats=_nullable(loss),
-        running_bpb=_nullable(running),
-        wall_s=wall[ends].tolist(),
-        grad_norm=_nullable(np.fmax.reduceat(norm, starts)),
-        clip_event=np.logical_or.reduceat(clip, starts).tolist(),
-        nan_inf=(per_point(records["faults"].astype(np.int64)) > 0).tolist(),
-    )
-    faults = np.add.reduce(records["faults"][: batches * world].astype(np.int64).reshape(batches, world), axis=1)
-    return m.TrainSeries(
-        submission_id=facts.submission_id,
-        run_id=facts.run_id,
-        token_budget=facts.spec.token_budget,
-        batches=batches,
-        stride=stride,
-        columns=columns,
-        aggregates=m.SeriesAggregates(
-            n_points=len(starts),
-            mean_step_ms=float(np.mean(steps_ms)) if len(first_rank) else None,
-            p99_step_ms=float(np.percentile(steps_ms, 99)) if len(first_rank) else None,
-            grad_spike_rate=(float(np.mean(finite > c.GRAD_SPIKE_FACTOR * np.median(finite))) if len(finite) else None),
-            nan_inf_batches=int((faults > 0).sum()),
-            clip_events=int(clip.sum()),
-        ),
-    )
-
-
-def _nullable(values: np.ndarray) -> list[float | None]:
-    return [v if np.isfinite(v) else None for v in values.tolist()]
-
-
 def build_documents(
     facts: RunFacts, ledger: Ledger, score: Score
 ) -> tuple[m.RunManifest, m.TrainSeries, m.ThroughputProfile]:
     """-> (manifest, series, profile). The manifest names the series' digest, so it is made last and written last."""
     spec, model = facts.spec, facts.model
     online: CodeLength = ledger.code_length
-    series = build_series(facts)
+    series = build_series(
+        facts.run_dir,
+        submission_id=facts.submission_id,
+        run_id=facts.run_id,
+        token_budget=spec.token_budget,
+        world_size=spec.world_size,
+    )
     series_digest = sha256_hex(canonical_json(series.model_dump(mode="json")))
     hello, plan = facts.hello[0], model["plan"]
     peak_rss = max(d["peak_rss_bytes"] for d in facts.done.values())

@@ -51,10 +51,10 @@ def build_profile(
     batches = len(records) // world_size
     warmup = min(WARMUP_BATCHES, batches // 10)
     covered = Covered(world_size, warmup, batches)
-    for chunk in _chunks(records):
+    for chunk in chunks_of(records):
         covered.add(chunk)
     steps = StepAccumulator(warmup, batches)
-    for chunk in _chunks(seen):
+    for chunk in chunks_of(seen):
         steps.add(chunk[chunk["rank"] == 0])
     parts = steps.parts()
     steady_s = parts.step * steps.count if parts is not None else 0.0
@@ -181,20 +181,20 @@ class Covered:
 
 
 class QuantileSketch:
-    """Quantiles of a stream of times: exact up to 65,536 of them, within 0.1 % from logarithmic bins beyond."""
+    """Quantiles of a stream of numbers from 1e-7 to 1e6 (seconds): exact up to 65,536 of them, within 0.1 % beyond."""
 
     def __init__(self) -> None:
         self._exact: list[np.ndarray] | None = []
-        self._count = 0
+        self.count = 0
         self._bins = np.zeros(0, np.int64)
         self.largest = 0.0
 
     def add(self, seconds: np.ndarray) -> None:
-        self._count += len(seconds)
+        self.count += len(seconds)
         self.largest = max(self.largest, float(seconds.max(initial=0.0)))
         if self._exact is not None:
             self._exact.append(seconds)
-            if self._count > EXACT_QUANTILES:
+            if self.count > EXACT_QUANTILES:
                 kept, self._exact = self._exact, None
                 self._bins = np.zeros(_bin_of(np.array([LONGEST_S]))[0] + 1, np.int64)
                 for piece in kept:
@@ -205,7 +205,7 @@ class QuantileSketch:
     def quantile(self, q: float) -> float:
         if self._exact is not None:
             return float(np.quantile(np.concatenate(self._exact), q))
-        place = int(np.searchsorted(np.cumsum(self._bins), q * self._count, side="left"))
+        place = int(np.searchsorted(np.cumsum(self._bins), q * self.count, side="left"))
         return min(self.largest, SHORTEST_S * BIN_RATIO ** (place + 0.5))
 
     def _fold(self, seconds: np.ndarray) -> None:
@@ -221,7 +221,8 @@ def _stride(batches: int) -> int:
     return max(1, -(-batches // SERIES_POINTS))
 
 
-def _chunks(records: np.ndarray) -> Iterator[np.ndarray]:
+def chunks_of(records: np.ndarray) -> Iterator[np.ndarray]:
+    """A mapped record file, piece by piece."""
     for start in range(0, len(records), CHUNK_RECORDS):
         yield records[start : start + CHUNK_RECORDS]
 
