@@ -1,6 +1,6 @@
 """What does packing cost over tokenising alone, and are threads or processes the better workers?
 
-    python -m benchmarks.packer [--copies 32] [--repeats 5]
+    python -m benchmarks.packer [--quick] [--json]
 
 The text is the sample corpus, repeated. The peer is tiktoken's `encode_ordinary` on the same cores: in one thread,
 with tiktoken's own batch threads, and in processes that get chunks of documents. Packing reads JSONL, tokenises, checks
@@ -9,7 +9,6 @@ every document's bytes, and writes shards, checksums and a manifest.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import shutil
 import tempfile
@@ -18,16 +17,18 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import orjson
 import tiktoken
 
-from benchmarks.measure import machine, median, save
+from benchmarks.measure import Table, median, parser_for
 from prism_fast.data.pack import default_workers, pack
 from prism_fast.data.tokenizers import reference_tokenizer
 
 GPT2 = reference_tokenizer("gpt2")
+COLUMNS = {
+    "run": "34", "documents": ",", "mb": ".1f", "mb_per_s": ".1f", "of_best_raw": ".2f", "of_one_thread": ".2f",
+}  # fmt: skip
 CHUNK = 256  # documents a process is handed at once
 
 
@@ -37,20 +38,15 @@ def encode(texts: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--copies", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser_for(__doc__, quick="a quarter of the text, twice").parse_args()
+    copies, repeats = (8, 2) if arguments.quick else (32, 5)
     asset = resources.files("prism_fast.data").joinpath("assets", "kjv-chapters.jsonl.gz")
     texts = [orjson.loads(line)["text"] for line in gzip.decompress(asset.read_bytes()).splitlines()]
-    texts *= arguments.copies
+    texts *= copies
     chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
     size = sum(len(text.encode()) for text in texts)
     workers = default_workers()
-    print(
-        machine(), f"tiktoken {tiktoken.__version__}, {len(texts):,} documents, {size / 1e6:.1f} MB, {workers} workers"
-    )
-
+    table = Table("packer", {"tiktoken": tiktoken.__version__}, COLUMNS, arguments)
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers) as pool:
         folder = Path(name)
         with (folder / "in.jsonl").open("wb") as file:
@@ -71,7 +67,7 @@ def main() -> None:
             f"pack, {workers} workers": lambda: packing(workers),
         }
         seconds: dict[str, list[float]] = {run: [] for run in runs}
-        for repeat in range(arguments.repeats + 1):
+        for repeat in range(repeats + 1):
             for run, body in runs.items():
                 start = time.perf_counter()
                 body()
@@ -81,16 +77,13 @@ def main() -> None:
     rates = {run: size / median(values) / 1e6 for run, values in seconds.items()}
     raw = {run: rate for run, rate in rates.items() if run.startswith("encode")}
     best = max(raw.values())
-    rows: list[dict[str, Any]] = []
-    print(f"\nmedians of {arguments.repeats}\n{'':>34}{'MB/s':>8}{'of the best raw rate':>22}{'of 1 thread':>13}")
     for run, rate in rates.items():
-        share = rate / best
-        single = rate / rates["encode_ordinary, 1 thread"]
-        rows.append(
-            {"run": run, "mb_per_s": rate, "of_best_raw": share, "of_one_thread": single, "seconds": seconds[run]}
-        )
-        print(f"{run:>34}{rate:>8.1f}{share:>22.2f}{single:>13.2f}")
-    save("packer", {"tiktoken": tiktoken.__version__}, rows)
+        single = rates["encode_ordinary, 1 thread"]
+        table.add(
+            {"run": run, "documents": len(texts), "mb": size / 1e6, "mb_per_s": rate, "of_best_raw": rate / best,
+             "of_one_thread": rate / single, "seconds": seconds[run]}
+        )  # fmt: skip
+    table.finish()
 
 
 if __name__ == "__main__":
