@@ -57,7 +57,7 @@ def steps_for(bundle: Path, seq: int, tokenizer: str) -> int:
     """Steps for a run so long that its start weighs little: the shadow evaluator loads torch in the first seconds."""
     found = measure_overhead(bundle, seq_len=seq, tokenizer=tokenizer, modes=("bare",), steps=5, repeats=1)
     row = found["rows"][0]
-    return max(20, min(1000, round(RUN_SECONDS * row["tokens_per_s"] / (row["batch"] * seq))))
+    return max(8, min(1000, round(RUN_SECONDS * row["tokens_per_s"] / (row["batch"] * seq))))
 
 
 def main() -> None:
