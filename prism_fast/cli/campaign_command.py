@@ -116,10 +116,11 @@ class _Terminal:
     """A `campaign.Watcher`: a live table on a terminal, a line for every run that ends elsewhere. On stderr."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(stderr=True)
+        from prism_fast.report.console import terminal
+
+        self._console = terminal(stderr=True)
         self._live: Any = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
 
     def __enter__(self) -> _Terminal:
@@ -143,15 +144,14 @@ class _Terminal:
             said = f": {run.message}" if run.message else ""
             rule = f" [{run.rule}]" if run.rule else ""
             line = f"{run.submission_id} seed {run.seed}: {run.status}{score}{said}{rule}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def again(self, job: Any, outcome: Any) -> None:
         line = f"{job.bundle.submission_id} seed {job.seed}: again, {outcome.message or outcome.exit_code}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
     def show(self, runs: Sequence[CampaignRun]) -> None:
-        from rich.console import Console
-
         from prism_fast.report.campaign_table import campaign_table
+        from prism_fast.report.console import terminal
 
-        Console().print(campaign_table(runs))
+        terminal().print(campaign_table(runs))

@@ -121,8 +121,9 @@ def _cost(text: str | None) -> tuple[float, float] | None:
 
 
 def _print_table(reports: list[dict[str, Any]], accumulate: int) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from prism_fast.report.console import terminal
 
     first = reports[0]
     with_time = first["predicted_step_s"] is not None
@@ -155,11 +156,7 @@ def _print_table(reports: list[dict[str, Any]], accumulate: int) -> None:
         if with_time:
             cells.append(f"{row['saved_time']:.1%}")
         table.add_row(*cells)
-    # Piped output has no width of its own, and a folded table cannot be read by a script.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
+    terminal(piped_width=200).print(table)  # a folded table cannot be read by a script
 
 
 def _truncation_line(truncation: dict[str, Any]) -> str:

@@ -61,7 +61,9 @@ def load_bundle(path: str | Path) -> Bundle:
         raise UsageError(f"{path}: no such bundle; expected a directory or a .zip holding {_both()}")
     for name, entry_point in SCRIPTS.items():
         _check_script(path, name, scripts[name], entry_point)
-    return Bundle(name=path.resolve().name.removesuffix(".zip"), scripts=scripts)
+    name = path.resolve().name.removesuffix(".zip")
+    # The name goes into files, logs and terminals: no control characters, no bytes that are not UTF-8.
+    return Bundle(name="".join(ch if ch.isprintable() else "_" for ch in name), scripts=scripts)
 
 
 def _both() -> str:

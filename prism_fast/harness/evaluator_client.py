@@ -34,6 +34,7 @@ from prism_fast.protocol.errors import (
     BundleRejected,
     EngineFault,
     PrismError,
+    one_line,
 )
 from prism_fast.protocol.run_spec import RunSpec
 
@@ -50,8 +51,7 @@ def reported_fault(fault: dict[str, Any], *, ours_possible: bool) -> PrismError:
     Raises KeyError, TypeError or ValueError when it is not even a fault.
     """
     kind, rule = fault["kind"], fault["rule"]
-    words = "".join(ch if ch.isprintable() else " " for ch in str(fault["message"])[: 2 * MAX_MESSAGE])
-    message = " ".join(words.split())[:MAX_MESSAGE] or "no reason given"
+    message = one_line(str(fault["message"])[: 2 * MAX_MESSAGE])[:MAX_MESSAGE] or "no reason given"
     if kind == "engine" and ours_possible:
         return EngineFault(message)
     known = rule if isinstance(rule, str) and rule in c.RULES else c.RULE_RUNTIME_ERROR

@@ -15,13 +15,23 @@ EXIT_WATCHDOG = 7
 EXIT_ARTIFACTS_QUOTA = 8
 
 
+def one_line(text: str) -> str:
+    """`text` fit for a terminal, a log line and JSON: no control characters, line ends or bytes that are not UTF-8."""
+    if text.isprintable():
+        return text
+    return " ".join("".join(ch if ch.isprintable() else " " for ch in text).split())
+
+
 class PrismError(Exception):
-    """A run that cannot go on. `rule` names the rule broken (`prism:...`), if there is one."""
+    """A run that cannot go on. `rule` names the rule broken (`prism:...`), if there is one.
+
+    The message is one line whatever it quotes: names inside a zip and what a bundle says of itself are in it.
+    """
 
     exit_code = EXIT_ENGINE
 
     def __init__(self, message: str, *, rule: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.rule = rule
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from prism_fast.protocol.campaign import CampaignRun
+from prism_fast.report.console import styled
 
 COLOURS = {"scored": "green", "rejected": "red", "failed": "red", "fault": "bold red", "pending": "dim"}
 
@@ -31,16 +32,16 @@ def campaign_table(runs: Sequence[CampaignRun], running: Sequence[tuple[str, int
         row = by_submission[name]
         scores = [run.final_score for run in row.values() if run.final_score is not None]
         mean = f"{sum(scores) / len(scores):.6f}" if len(scores) == len(row) else ""
-        table.add_row(escape(name), *(_cell(row.get(seed), running) for seed in seeds), mean)
+        table.add_row(name, *(_cell(row.get(seed), running) for seed in seeds), mean)
     if len(names) > limit:
         table.caption = f"and {len(names) - limit} more submissions"
     return table
 
 
-def _cell(run: CampaignRun | None, running: Sequence[tuple[str, int]]) -> str:
+def _cell(run: CampaignRun | None, running: Sequence[tuple[str, int]]) -> Text:
     if run is None:
-        return "-"
+        return styled("-")
     if run.status == "pending":
-        return "[cyan]running[/]" if (run.submission_id, run.seed) in running else "[dim]waiting[/]"
+        return styled(("running", "cyan") if (run.submission_id, run.seed) in running else ("waiting", "dim"))
     text = f"{run.final_score:.6f}" if run.final_score is not None else run.rule or run.status
-    return f"[{COLOURS[run.status]}]{escape(text)}[/]"
+    return styled((text, COLOURS[run.status]))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from prism_fast.report.console import styled, terminal
 
-def print_densified(document: dict[str, Any], console: Console | None = None) -> None:
+
+def print_densified(document: dict[str, Any]) -> None:
     """One line a measurement: what was found, and what chance would give."""
-    console = console or Console()
+    console = terminal()
     context, efficiency = document["panels"]["long_context"], document["panels"]["sample_efficiency"]
-    console.print(f"{escape(document['run_id'])}: research grade, never ranks", highlight=False)
+    console.print(f"{document['run_id']}: research grade, never ranks")
     table = Table()
     for column, justify in (("what", "left"), ("where", "left"), ("found", "right"), ("chance", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
@@ -39,10 +39,10 @@ def print_densified(document: dict[str, Any], console: Console | None = None) ->
     console.print(table)
     for panel in (context, efficiency):
         for name, reason in panel["reasons"].items():
-            console.print(f"[yellow]not run:[/] {name}: {escape(reason)}", highlight=False)
+            console.print(styled(("not run:", "yellow"), f" {name}: {reason}"))
     for row in context["bpb_at_length"] or []:
         if row["reason"]:
-            console.print(f"[yellow]not run:[/] {row['tokens']} tokens: {escape(row['reason'])}", highlight=False)
+            console.print(styled(("not run:", "yellow"), f" {row['tokens']} tokens: {row['reason']}"))
 
 
 def _number(value: float | None) -> str:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+
+from prism_fast.report.console import styled, terminal
 
 COLOURS = {"reject": "bold red", "warn": "yellow", "ok": "green"}
 
 
-def print_dry_run(document: dict[str, Any], console: Console | None = None) -> None:
+def print_dry_run(document: dict[str, Any]) -> None:
     """Every finding (what would be rejected first), then the time official scoring of one seed would take."""
-    console = console or Console()
-    table = Table(title=f"{escape(document['submission_id'])}: what official scoring would say", title_justify="left")
+    console = terminal()
+    table = Table(title=f"{document['submission_id']}: what official scoring would say", title_justify="left")
     for column in ("", "what", "detail"):
         table.add_column(column, overflow="fold")
     for finding in sorted(document["findings"], key=lambda f: list(COLOURS).index(f["kind"])):
         rule = f" [{finding['rule']}]" if finding["rule"] else ""
-        kind = f"[{COLOURS[finding['kind']]}]{finding['kind']}[/]"
-        table.add_row(kind, escape(finding["what"]), escape(finding["detail"] + rule))
+        kind = styled((finding["kind"], COLOURS[finding["kind"]]))
+        table.add_row(kind, finding["what"], finding["detail"] + rule)
     console.print(table)
     rejected = sum(f["kind"] == "reject" for f in document["findings"])
-    console.print("nothing would be rejected" if not rejected else f"[bold red]{rejected} would be rejected[/]")
+    console.print(styled((f"{rejected} would be rejected", "bold red")) if rejected else "nothing would be rejected")
     if (estimate := document["estimate"]) is not None:
         console.print(
             f"one seed here: about {_minutes(estimate['total_s'])} (start {_minutes(estimate['start_s'])}, "

@@ -6,21 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from prism_fast.protocol.canonical import write_atomically, write_json
 from prism_fast.protocol.errors import DataError
+from prism_fast.report.console import terminal
 from prism_fast.report.svg import Bars, Series, bar_chart, line_chart
 
 Rows = tuple[str, list[str], list[list[str]], list[str]]  # title, columns, cells, notes
 
 
-def print_probe(document: dict[str, Any], console: Console | None = None) -> None:
+def print_probe(document: dict[str, Any]) -> None:
     title, columns, cells, notes = _drawing(document)[0](document)
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # piped output has no width of its own
+    console = terminal(piped_width=160)
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
@@ -28,7 +26,7 @@ def print_probe(document: dict[str, Any], console: Console | None = None) -> Non
         table.add_row(*row)
     console.print(table)
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
 
 
 def probe_table(document: dict[str, Any]) -> Rows:

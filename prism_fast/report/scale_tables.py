@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from prism_fast.report.console import styled, terminal
 
 
-def print_comparison(report: dict[str, Any], console: Console | None = None) -> None:
+def print_comparison(report: dict[str, Any]) -> None:
     """`prism-fast compare`: the verdict, every criterion with its interval, and the trajectories."""
-    console = console or Console()
-    a, b = (escape(report[f"side_{side}"]["label"]) for side in "ab")
+    console = terminal()
+    a, b = (report[f"side_{side}"]["label"] for side in "ab")
     ranking = report["ranking"]
     seeds = ", ".join(map(str, report["seeds"]))
-    console.print(f"{report['mode']}: [bold]a[/] = {a}, [bold]b[/] = {b}; seeds {seeds}", highlight=False)
+    console.print(styled(f"{report['mode']}: ", ("a", "bold"), f" = {a}, ", ("b", "bold"), f" = {b}; seeds {seeds}"))
     if report["accounting"] not in (None, "exact"):
-        console.print(f"[yellow]accounting {report['accounting']}:[/] the original engine's rules", highlight=False)
+        console.print(styled((f"accounting {report['accounting']}:", "yellow"), " the original engine's rules"))
     for reason in report["validity"]["reasons"]:
-        console.print(f"[yellow]not valid:[/] {escape(reason)}", highlight=False)
+        console.print(styled(("not valid:", "yellow"), f" {reason}"))
     for name, values in report["differences_between_runs"].items():
-        console.print(f"[yellow]not matched:[/] {name} is {values['a']} for a and {values['b']} for b", highlight=False)
+        console.print(styled(("not matched:", "yellow"), f" {name} is {values['a']} for a and {values['b']} for b"))
 
     table = Table(title="what decides, in this order", title_justify="left")
     for column, justify in (("criterion", "left"), ("a", "right"), ("b", "right"), ("a - b", "right")):
@@ -32,7 +33,7 @@ def print_comparison(report: dict[str, Any], console: Console | None = None) -> 
         name = step["criterion"]
         interval = report["intervals"].get(name)
         table.add_row(
-            f"[bold]{name}[/]" if name == ranking["decided_by"] else name,
+            styled((name, "bold" if name == ranking["decided_by"] else "")),
             _number(step["a"]),
             _number(step["b"]),
             _number(step["difference"]),
@@ -40,12 +41,12 @@ def print_comparison(report: dict[str, Any], console: Console | None = None) -> 
             step["favours"],
         )
     console.print(table)
-    console.print(f"differences of up to {ranking['eps_heldout']:g} bpb do not decide", highlight=False)
+    console.print(f"differences of up to {ranking['eps_heldout']:g} bpb do not decide")
     if report["intervals"]["reason"]:
-        console.print(f"no interval: {report['intervals']['reason']}", highlight=False)
+        console.print(f"no interval: {report['intervals']['reason']}")
     if report["trajectories"]:
         console.print(_trajectory_table(report["trajectories"]))
-    console.print(_verdict(report), highlight=False)
+    console.print(_verdict(report))
 
 
 def _trajectory_table(trajectories: dict[str, Any]) -> Table:
@@ -62,21 +63,21 @@ def _trajectory_table(trajectories: dict[str, Any]) -> Table:
     return table
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any]) -> Text:
     ranking = report["ranking"]
     if ranking["winner"] is None:
-        return "[bold]no winner:[/] the pair is not valid"
-    text = f"[bold]{'tie' if ranking['winner'] == 'tie' else 'winner: ' + ranking['winner']}[/]"
+        return styled(("no winner:", "bold"), " the pair is not valid")
+    text = styled(("tie" if ranking["winner"] == "tie" else f"winner: {ranking['winner']}", "bold"))
     if ranking["winner"] != "tie":
-        text += f" ({escape(report['side_' + ranking['winner']]['label'])}), decided by {ranking['decided_by']}"
+        text += f" ({report['side_' + ranking['winner']]['label']}), decided by {ranking['decided_by']}"
     if ranking["provisional"]:
         text += f"; provisional: a public claim needs {report['min_public_seeds']} seeds scored on both sides"
     return text
 
 
-def print_leaderboard(board: dict[str, Any], console: Console | None = None) -> None:
+def print_leaderboard(board: dict[str, Any]) -> None:
     """`prism-fast rank`."""
-    console = console or Console()
+    console = terminal()
     table = Table()
     for column in ("rank", "final score", "key", "submission", "seeds", "committed", "standing"):
         number = column in ("rank", "final score", "seeds")
@@ -89,28 +90,28 @@ def print_leaderboard(board: dict[str, Any], console: Console | None = None) -> 
         table.add_row(
             str(row["rank"]),
             f"{row['final_score']:.9f}",
-            escape(row["key"]),
-            escape(row["submission_id"]),
+            row["key"],
+            row["submission_id"],
             str(len(row["seeds"])),
             "-" if row["committed_at"] is None else f"{row['committed_at']:.0f}",
             ", ".join(standing) or "-",
         )
     console.print(table)
     for row in board["unranked"]:
-        console.print(f"[yellow]not ranked:[/] {escape(row['path'])}: {escape(row['reason'])}", highlight=False)
+        console.print(styled(("not ranked:", "yellow"), f" {row['path']}: {row['reason']}"))
 
 
-def print_readiness(document: dict[str, Any], console: Console | None = None) -> None:
+def print_readiness(document: dict[str, Any]) -> None:
     """`prism-fast readiness`."""
-    console = console or Console()
+    console = terminal()
     colour = "green" if document["ok"] else "bold red"
-    console.print(f"full scale: [{colour}]{document['status_label']}[/]")
+    console.print(styled("full scale: ", (document["status_label"], colour)))
     table = Table()
     for column in ("mount", "path", "state"):
         table.add_column(column, overflow="fold")
     for (check, ok), path in zip(document["checks"].items(), document["paths"].values(), strict=True):
         reason = next((r for r in document["reasons"] if r.endswith(f":{path}")), "")
-        table.add_row(check, escape(path), "[green]ready[/]" if ok else f"[red]{reason.partition(':')[0]}[/]")
+        table.add_row(check, path, styled(("ready", "green") if ok else (reason.partition(":")[0], "red")))
     console.print(table)
     console.print(
         f"phase 1: {document['phase_1_dataset_subset']}, {document['phase_1_token_target']:,} tokens; "
@@ -118,9 +119,9 @@ def print_readiness(document: dict[str, Any], console: Console | None = None) ->
     )
 
 
-def print_ladder(document: dict[str, Any], console: Console | None = None) -> None:
+def print_ladder(document: dict[str, Any]) -> None:
     """`prism-fast ladder`."""
-    console = console or Console()
+    console = terminal()
     table = Table(title=f"scale ladder ({document['protocol_id']})", title_justify="left")
     for column in ("pin", "stage", "cap", "mode", "seq", "tokens", "seeds"):
         table.add_column(column, justify="right" if column in ("cap", "seq", "tokens") else "left", overflow="fold")
@@ -137,23 +138,25 @@ def print_ladder(document: dict[str, Any], console: Console | None = None) -> No
     console.print(table)
     for stage, detail in document["stage_detail"].items():
         if "standing" in detail:
-            console.print(f"{stage}: {detail['standing']}", highlight=False)
-    console.print(document["honesty"], highlight=False)
+            console.print(f"{stage}: {detail['standing']}")
+    console.print(document["honesty"])
 
 
-def print_contract(document: dict[str, Any], console: Console | None = None) -> None:
+def print_contract(document: dict[str, Any]) -> None:
     """`prism-fast check`: the static part, then every run of the functional part, then the advisory."""
-    console = console or Console()
+    console = terminal()
     static = document["static"]
     if static["requirements"]:
         console.print(_requirements("static contract of training.py", static["requirements"], "where"))
     for title, run in _runs(document):
         if run.get("skipped"):
-            console.print(f"{title}: skipped: {escape(run['skipped'])}", highlight=False)
+            console.print(f"{title}: skipped: {run['skipped']}")
         else:
             console.print(_requirements(f"{title} ({run['seconds']:.1f} s)", run["checks"], None))
     colour = "green" if document["ok"] else "bold red"
-    console.print(f"contract: [{colour}]{'met' if document['ok'] else 'not met'}[/] (policy {static['policy']})")
+    console.print(
+        styled("contract: ", ("met" if document["ok"] else "not met", colour), f" (policy {static['policy']})")
+    )
 
 
 def _runs(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -171,9 +174,9 @@ def _requirements(title: str, rows: list[dict[str, Any]], where: str | None) -> 
     for column in ("requirement", "met", *(["where"] if where else []), "detail"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        met = {True: "[green]yes[/]", False: "[bold red]no[/]", None: "[yellow]not seen[/]"}[row["met"]]
+        met = styled({True: ("yes", "green"), False: ("no", "bold red"), None: ("not seen", "yellow")}[row["met"]])
         place = [", ".join(row[where])] if where else []
-        table.add_row(row["name"], met, *place, escape(row["detail"]))
+        table.add_row(row["name"], met, *place, row["detail"])
     return table
 
 

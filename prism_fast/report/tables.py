@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
+from prism_fast.report.console import styled, terminal
 
 
-def print_summary(run: Path, summary: m.RunSummary, console: Console | None = None) -> None:
+def print_summary(run: Path, summary: m.RunSummary) -> None:
     """One column a seed: the score, what it is made of, and how fast it went (which never ranks)."""
-    console = console or Console()
+    console = terminal()
     scored = [s for s in summary.seeds if s.status == "scored"]
     for seed in summary.seeds:
         if seed.status != "scored":
-            console.print(f"seed {seed.seed}: [bold red]{seed.status}[/] (exit code {seed.exit_code})")
+            console.print(styled(f"seed {seed.seed}: ", (seed.status, "bold red"), f" (exit code {seed.exit_code})"))
     if not scored:
         return
     table = Table(title=f"{summary.submission_id} ({summary.posture})", title_justify="left")
@@ -44,7 +44,7 @@ def print_summary(run: Path, summary: m.RunSummary, console: Console | None = No
     if any(x.engine.pin for x in manifests):
         rows.append(("pin", [x.engine.pin.name if x.engine.pin else "-" for x in manifests]))
     if summary.accounting != "exact":
-        console.print(f"[yellow]accounting {summary.accounting}:[/] the original engine's rules", highlight=False)
+        console.print(styled((f"accounting {summary.accounting}:", "yellow"), " the original engine's rules"))
     for label, values in rows:
         table.add_row(label, *values)
     table.add_section()
@@ -60,20 +60,20 @@ def print_summary(run: Path, summary: m.RunSummary, console: Console | None = No
             console.print(f"held-out delta: {_spread(summary.heldout_delta)} bpb")
     reasons = sorted({r for x in manifests for r in x.score.emission_ineligible_reasons})
     if reasons:
-        console.print("not crown eligible: " + "; ".join(reasons), highlight=False)
+        console.print("not crown eligible: " + "; ".join(reasons))
     for seed in scored:
-        console.print(f"files: {run / seed.run_dir / c.RUN_MANIFEST_FILE}", highlight=False, soft_wrap=True)
+        console.print(f"files: {run / seed.run_dir / c.RUN_MANIFEST_FILE}", soft_wrap=True)
 
 
-def print_findings(findings: list[tuple[str, str, str, str]], console: Console | None = None) -> None:
+def print_findings(findings: list[tuple[str, str, str, str]]) -> None:
     """`prism-fast doctor`: (area, name, state, detail) rows."""
-    console = console or Console()
+    console = terminal()
     table = Table()
     for column in ("area", "what", "state", "detail"):
         table.add_column(column, overflow="fold")
     colours = {"ok": "green", "missing": "yellow", "broken": "bold red"}
     for area, name, state, detail in findings:
-        table.add_row(area, name, f"[{colours[state]}]{state}[/]", detail)
+        table.add_row(area, name, styled((state, colours[state])), detail)
     console.print(table)
 
 

@@ -1,5 +1,6 @@
 """What is a bundle and what is not, before anything of it runs."""
 
+import os
 import zipfile
 
 import pytest
@@ -94,3 +95,13 @@ def test_nothing_outside_the_two_scripts_is_read_from_a_zip(tmp_path):
     bundle = load_bundle(make_zip(tmp_path / "slip.zip", scripts))
     bundle.write_to(tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["architecture.py", "training.py"]
+
+
+def test_no_name_of_a_submission_reaches_a_terminal_or_a_file_as_more_than_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"a\x1b[2J\xff\nb")
+    folder.mkdir()
+    assert load_bundle(make(folder)).name == "a_[2J__b"
+    inside = [("x\x1b[2J/architecture.py", ARCHITECTURE), ("y\n/architecture.py", ARCHITECTURE)]
+    with pytest.raises(BundleRejected) as caught:
+        load_bundle(make_zip(tmp_path / "z.zip", [*inside, ("training.py", TRAINING)]))
+    assert str(caught.value).isprintable() and "architecture.py stands at x [2J/architecture.py, y" in str(caught.value)

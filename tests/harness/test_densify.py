@@ -1,13 +1,11 @@
 """The panels: figures that are known beforehand, nulls with their reason, and a run that is left as it was."""
 
 import hashlib
-import io
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from prism_fast.harness.densify import DensifyRequest, densify_run
 from prism_fast.harness.densify.long_context import ITEMS, LENGTHS, lags_of
@@ -52,7 +50,9 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_a_model_that_only_recalls_is_seen_to_recall_and_its_run_is_left_as_it_was(score, cache_dir, tmp_path):
+def test_a_model_that_only_recalls_is_seen_to_recall_and_its_run_is_left_as_it_was(
+    score, cache_dir, tmp_path, capsys, monkeypatch
+):
     training = TINY_TRAINING.replace("gpt2", "bytes")
     run = score(RECALLS, training, options=("--tokenizer=bytes", "--seq-len=96"))
     assert run.code == 0, run.stderr
@@ -84,9 +84,10 @@ def test_a_model_that_only_recalls_is_seen_to_recall_and_its_run_is_left_as_it_w
         manifest.score.prequential_bpb, rel=1e-12
     )
 
-    console = Console(width=160, file=io.StringIO())
-    print_densified(document, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setenv("COLUMNS", "160")
+    capsys.readouterr()
+    print_densified(document)
+    shown = capsys.readouterr().out
     for words in ("16 pairs, the middle", "depth 90%", "512 tokens: the model fails on rows of 512", "never ranks"):
         assert words in shown, shown
 

@@ -1,6 +1,7 @@
 """The whole road, as a validator walks it: a bundle in, official files out."""
 
 import math
+import os
 
 import numpy as np
 import orjson
@@ -12,7 +13,7 @@ from prism_fast.protocol.canonical import canonical_json, file_sha256, sha256_he
 from prism_fast.protocol.manifest import RunSummary, ThroughputProfile, TrainSeries
 from prism_fast.protocol.run_spec import RunSpec
 
-from .conftest import TINY_TRAINING, UNIFORM_ARCHITECTURE, seed_training
+from .conftest import TINY_TRAINING, UNIFORM_ARCHITECTURE, seed_training, write_bundle
 
 SCORE_FIELDS = ("metrics", "score", "anti_cheat")
 
@@ -137,3 +138,11 @@ def test_without_a_val_split_the_score_is_degraded_and_says_so(score, tmp_path):
     assert manifest.score.heldout_delta is None and manifest.score.final_score < 1
     assert "no held-out figure" in manifest.score.emission_ineligible_reasons
     assert "degraded" in run.stderr
+
+
+def test_a_bundle_of_any_name_is_scored_and_shown(score, tmp_path):
+    bundle = write_bundle(tmp_path / os.fsdecode(b"[/] [red]a\x1b[2J\xffb"))
+    run = score(bundle=bundle)
+    assert run.code == 0, run.stderr
+    name = run.manifest().submission_id
+    assert name.startswith("[/] [red]a_[2J_b-") and name in run.stdout and "\x1b" not in run.stdout + run.stderr

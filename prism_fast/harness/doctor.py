@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 
+from prism_fast.harness.isolation import bwrap_fault
 from prism_fast.profiling.machine import cpu_name, memory_bytes, triton_version, usable_cpus
 
 
@@ -94,23 +93,10 @@ def _sample() -> Finding:
 
 
 def _isolation() -> Finding:
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        return Finding("isolation", "bwrap", "missing", "not installed; Debian and Ubuntu: apt-get install bubblewrap")
-    probe = subprocess.run(
-        [bwrap, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    if probe.returncode:
-        return Finding(
-            "isolation",
-            "bwrap",
-            "missing",
-            f"{bwrap} cannot make namespaces here: {' '.join(probe.stderr.split()) or probe.returncode}",
-        )
-    return Finding("isolation", "bwrap", "ok", f"{bwrap}: user, network, PID and mount namespaces work")
+    fault = bwrap_fault()
+    if fault is not None:
+        return Finding("isolation", "bwrap", "missing", fault)
+    return Finding("isolation", "bwrap", "ok", "user, network, PID and mount namespaces work")
 
 
 def _torchrun() -> Finding:
