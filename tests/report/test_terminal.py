@@ -27,6 +27,12 @@ def test_styles_are_parts_of_their_own_and_text_stays_text(capsys):
     assert capsys.readouterr().out == f"{NAME} {NAME}\n{NAME}\n"
 
 
+def test_control_sequences_do_not_get_through(capsys):
+    terminal().print(styled("a\x1b[2Jb\n", ("c\x9bd", "red")))
+    terminal().print("e\x1b]0;title\x07f")
+    assert capsys.readouterr().out == "a [2Jb\nc d\ne ]0;title f\n"
+
+
 def finding(**other):
     return {"kind": "reject", "what": NAME, "detail": NAME, "rule": NAME, **other}
 
