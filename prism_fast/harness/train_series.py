@@ -109,7 +109,7 @@ class _Observed:
         np.fmax.at(self.norm, point, norm)
         self.clip_events += int((norm > c.CLIP_EVENT_NORM).sum())
         self.norms.add(norm[np.isfinite(norm)])
-        seconds = sum(seen[part].astype(np.float64) for part in STEP_PARTS)
+        seconds = np.sum([seen[part].astype(np.float64) for part in STEP_PARTS], axis=0)
         self.step_sum += float(seconds.sum())
         self.count += len(seen)
         self.steps.add(seconds)

@@ -141,8 +141,8 @@ def test_without_a_val_split_the_score_is_degraded_and_says_so(score, tmp_path):
 
 
 def test_a_bundle_of_any_name_is_scored_and_shown(score, tmp_path):
-    bundle = write_bundle(tmp_path / os.fsdecode(b"[/] [red]a\x1b[2J\xffb"))
+    bundle = write_bundle(tmp_path / os.fsdecode(b"[red]a[bold\x1b[2J\xffb"))
     run = score(bundle=bundle)
     assert run.code == 0, run.stderr
     name = run.manifest().submission_id
-    assert name.startswith("[/] [red]a_[2J_b-") and name in run.stdout and "\x1b" not in run.stdout + run.stderr
+    assert name.startswith("[red]a[bold_[2J_b-") and name in run.stdout and "\x1b" not in run.stdout + run.stderr
