@@ -11,7 +11,7 @@ from prism_fast.protocol.campaign import CampaignRun
 from prism_fast.report import campaign_table, dry_run_table, scale_tables, tables
 from prism_fast.report.console import styled, terminal
 
-NAME = "mine[/] [red]:dog:[bold"  # as markup, a closing tag that nothing opened
+NAME = "mine[/] [red]:dog:[bold"  # as markup: a closing tag that nothing opened, a colour, a picture
 
 
 def test_markup_is_made_in_one_place_alone():
