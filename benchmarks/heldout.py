@@ -26,6 +26,7 @@ from prism_fast.harness import heldout
 from prism_fast.harness.bundle import load_bundle
 from prism_fast.harness.evaluator_client import Evaluator
 from prism_fast.harness.isolation import Sandbox
+from prism_fast.profiling.machine import THREADS_WAIT
 from prism_fast.protocol.run_spec import RunSpec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
@@ -76,7 +77,7 @@ def measure(documents: Any, tokenizer: Any, seq_len: int, repeats: int) -> list[
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         evaluator = Evaluator(
-            spec, load_bundle(EXAMPLE), Sandbox("none"), {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            spec, load_bundle(EXAMPLE), Sandbox("none"), {**os.environ, **THREADS_WAIT},
             Path(folder) / "log", tokenizer_dir="", deadline=lambda: monotonic() + 600,
         )  # fmt: skip
         evaluator.n_vocab = tokenizer.n_vocab

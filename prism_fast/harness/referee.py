@@ -23,7 +23,7 @@ from prism_fast.harness.request import Prepared, Reporter, ScoreRequest, SilentR
 from prism_fast.harness.sealed import import_torch
 from prism_fast.harness.seed_run import SeedRun
 from prism_fast.harness.static_contract import StaticReport, check_single_node, check_static_contract
-from prism_fast.profiling.machine import usable_cpus
+from prism_fast.profiling.machine import THREADS_WAIT, usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import write_json
@@ -65,8 +65,8 @@ def score_bundle(
     """
     reporter = reporter or SilentReporter()
     stop = stop or StopFlag()
-    # The scorer's idle threads must not spin: they share their cores with the trainer. Read when torch is first loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in THREADS_WAIT.items():
+        os.environ.setdefault(name, value)
     with graceful_interrupts(stop):
         prepared = _prepare(request, reporter)
         request.out.mkdir(parents=True, exist_ok=True)

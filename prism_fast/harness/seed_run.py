@@ -21,7 +21,7 @@ from prism_fast.harness.processes import descendants, end_processes
 from prism_fast.harness.request import Prepared, Reporter, ScoreRequest
 from prism_fast.harness.results import RunFacts, build_documents
 from prism_fast.harness.sealed import SealedData, SealedSession
-from prism_fast.profiling.machine import usable_cpus
+from prism_fast.profiling.machine import THREADS_WAIT, usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.canonical import canonical_json, sha256_hex, write_atomically, write_json
@@ -356,7 +356,7 @@ def bundle_environment(prepared: Prepared, spec: RunSpec, run_dir: Path) -> dict
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.torch_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **THREADS_WAIT,
         "MASTER_ADDR": "127.0.0.1",
         "PRISM_SUBMISSION_ID": prepared.bundle.submission_id,
         "PRISM_EXECUTION_MODE": spec.mode,

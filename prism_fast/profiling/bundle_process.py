@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 import prism_fast
-from prism_fast.profiling.machine import usable_cpus
+from prism_fast.profiling.machine import THREADS_WAIT, usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault, PrismError, UsageError
 from prism_fast.protocol.run_spec import RunSpec
@@ -119,7 +119,7 @@ def _start(job: BundleJob, path: Path, log: Path, threads: int) -> int:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **THREADS_WAIT,
         **job.environment,
     }
     with log.open("wb") as stream:

@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+# How OpenMP's threads wait, in every process of a run. They share the cores with other processes, so they must not spin
+# for long; but waking a sleeping thread takes longer than the pause between two operations of a small model, so they
+# spin for some 50 us before they sleep. The count is libgomp's, which torch on Linux comes with; the policy is for
+# others. Read when torch is first loaded.
+THREADS_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+
 
 def cpu_name() -> str:
     try:
