@@ -33,10 +33,6 @@ def test_control_sequences_do_not_get_through(capsys):
     assert capsys.readouterr().out == "a [2Jb\nc d\ne ]0;title f\n"
 
 
-def finding(**other):
-    return {"kind": "reject", "what": NAME, "detail": NAME, "rule": NAME, **other}
-
-
 LEADERBOARD = {
     "rows": [
         {"rank": 1, "final_score": 1.0, "key": NAME, "submission_id": NAME, "seeds": [1], "committed_at": None,
@@ -56,7 +52,8 @@ CONTRACT = {
     "functional": {"runs": [{"world_size": 2, "skipped": NAME}]},
     "nccl_advisory": None,
 }
-DRY_RUN = {"submission_id": NAME, "findings": [finding()], "estimate": None}
+FINDING = {"kind": "reject", "what": NAME, "detail": NAME, "rule": NAME}
+DRY_RUN = {"submission_id": NAME, "findings": [FINDING], "estimate": None}
 RUN = CampaignRun.model_construct(
     submission_id=NAME, seed=1, status="failed", rule=NAME, final_score=None, message=NAME, exit_code=4
 )
