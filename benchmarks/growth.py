@@ -85,7 +85,7 @@ class Sampler(threading.Thread):
         self.samples: list[dict[str, float]] = []
 
     def run(self) -> None:
-        from prism_fast.harness.processes import descendants
+        from prism_fast.harness.process.processes import descendants
         from prism_fast.protocol import constants as c
         from prism_fast.protocol import ledger as layout
 
@@ -111,8 +111,8 @@ def role_of(pid: int) -> str | None:
         return None
     if "python" not in Path(command.split(b"\0")[0].decode(errors="replace")).name:
         return None
-    names = {b"prism_fast.harness.torchrun": None, b"prism_fast.harness.runner": "trainer"}
-    names[b"prism_fast.harness.evaluator"] = "evaluators"
+    names = {b"prism_fast.harness.process.torchrun": None, b"prism_fast.harness.trainer.runner": "trainer"}
+    names[b"prism_fast.harness.executor.evaluator"] = "evaluators"
     return next((role for name, role in names.items() if name in command), None)
 
 
@@ -174,9 +174,9 @@ def long_run(tokens: int) -> list[dict[str, Any]]:
 
 def simulate(run_dir: Path, batches: int, tokens_a_batch: int = TOKENS_A_BATCH) -> dict[str, Any]:
     """The files of a run of `batches` batches in `run_dir` -> a row, its sizes in bytes."""
-    from prism_fast.harness.instrument import OBSERVATION_RECORD
-    from prism_fast.harness.ledger import Ledger, pack_record
-    from prism_fast.harness.results import RunFacts, build_documents
+    from prism_fast.harness.referee.ledger import Ledger, pack_record
+    from prism_fast.harness.referee.results import RunFacts, build_documents
+    from prism_fast.harness.trainer.instrument import OBSERVATION_RECORD
     from prism_fast.profiling.machine import describe_machine
     from prism_fast.protocol import constants as c
     from prism_fast.protocol.canonical import canonical_json, write_atomically, write_json

@@ -62,8 +62,8 @@ def growth_from_here(process: int | str) -> Any:
 
 
 def measure_open(vocab: int, head: str) -> dict[str, Any]:
-    from prism_fast.harness.head_choice import HeadChoice
-    from prism_fast.harness.predictor import InProcessPredictor
+    from prism_fast.harness.referee.head_choice import HeadChoice
+    from prism_fast.harness.trainer.predictor import InProcessPredictor
 
     names: dict[str, Any] = {}
     exec(ARCHITECTURE.replace("VOCAB", str(vocab)), names)
@@ -88,11 +88,11 @@ def measure_sealed(vocab: int, head: str) -> dict[str, Any]:
     """The referee's part and its evaluator's: the evaluator is not sandboxed, which costs nothing per batch."""
     import os
 
-    from prism_fast.harness.bundle import load_bundle
-    from prism_fast.harness.evaluator_client import Evaluator
-    from prism_fast.harness.isolation import Sandbox
-    from prism_fast.harness.state_layout import load_state
-    from prism_fast.harness.weights_file import save_weights
+    from prism_fast.harness.bundle.bundle import load_bundle
+    from prism_fast.harness.process.isolation import Sandbox
+    from prism_fast.harness.process.state_layout import load_state
+    from prism_fast.harness.process.weights_file import save_weights
+    from prism_fast.harness.referee.evaluator_client import Evaluator
     from prism_fast.protocol.run_spec import RunSpec
 
     with tempfile.TemporaryDirectory() as folder:

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Table, median, parser_for
-from prism_fast.harness import heldout
-from prism_fast.harness.bundle import load_bundle
-from prism_fast.harness.evaluator_client import Evaluator
-from prism_fast.harness.isolation import Sandbox
+from prism_fast.harness.bundle.bundle import load_bundle
+from prism_fast.harness.process.isolation import Sandbox
+from prism_fast.harness.referee import heldout
+from prism_fast.harness.referee.evaluator_client import Evaluator
 from prism_fast.profiling.machine import THREADS_WAIT
 from prism_fast.protocol.run_spec import RunSpec
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prism_fast.harness.bundle import load_bundle
-from prism_fast.harness.static_contract import check_static_contract
+from prism_fast.harness.bundle.bundle import load_bundle
+from prism_fast.harness.bundle.static_contract import check_static_contract
 from prism_fast.protocol import PrismContext
 
 EXAMPLES = sorted(p.parent for p in (Path(__file__).parent.parent / "examples").glob("*/architecture.py"))

@@ -74,7 +74,7 @@ def test_a_miner_who_takes_a_loss_does_not_pay_for_the_harness():
 
 
 def test_the_referee_needs_no_torch():
-    assert "torch" not in modules_after("import prism_fast.harness.referee, prism_fast.data.corpus")
+    assert "torch" not in modules_after("import prism_fast.harness.referee.referee, prism_fast.data.corpus")
 
 
 def test_every_layer_has_its_tests_folder():

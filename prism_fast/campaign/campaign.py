@@ -13,7 +13,7 @@ import prism_fast
 from prism_fast.campaign.job import ID_FILE, KNOBS, LOG_FILE, WORK_DIR, Job, Outcome
 from prism_fast.campaign.pool import Pool
 from prism_fast.campaign.store import Store
-from prism_fast.harness.bundle import SCRIPTS, Bundle, load_bundle
+from prism_fast.harness.bundle.bundle import SCRIPTS, Bundle, load_bundle
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.campaign import FINAL, RUNS_DIR, CampaignRun, Status
 from prism_fast.protocol.canonical import write_atomically

@@ -12,8 +12,8 @@ from pathlib import Path
 from time import monotonic
 
 import prism_fast
-from prism_fast.harness.bundle import Bundle
-from prism_fast.harness.die_with_parent import die_with_parent
+from prism_fast.harness.bundle.bundle import Bundle
+from prism_fast.harness.process.die_with_parent import die_with_parent
 from prism_fast.protocol.errors import (
     EXIT_ARTIFACTS_QUOTA,
     EXIT_BUNDLE_FAILED,

@@ -52,8 +52,8 @@ def check(
 
     Exit 0 when everything is met or the policy does not reject, 3 when something is not met.
     """
-    from prism_fast.harness.bundle import load_bundle
-    from prism_fast.harness.static_contract import check_static_contract
+    from prism_fast.harness.bundle.bundle import load_bundle
+    from prism_fast.harness.bundle.static_contract import check_static_contract
     from prism_fast.report.scale_tables import print_contract
 
     loaded = load_bundle(bundle)
@@ -71,8 +71,8 @@ def check(
         from prism_fast.cli.progress import TerminalReporter
         from prism_fast.data.corpus import resolve_data
         from prism_fast.data.tokenizers import reference_tokenizer
-        from prism_fast.harness.functional_contract import Trial, advise_on_nccl, check_functional_contract
-        from prism_fast.harness.isolation import bwrap_fault, resolve_isolation
+        from prism_fast.harness.audits.functional_contract import Trial, advise_on_nccl, check_functional_contract
+        from prism_fast.harness.process.isolation import bwrap_fault, resolve_isolation
 
         sizes = _sizes(worlds)
         with TerminalReporter() as reporter:

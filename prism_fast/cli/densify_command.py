@@ -38,7 +38,7 @@ def densify(
     with the reason. Exit 0 when written, 2 where there is no scored run, 5 when a file is not what the manifest says.
     """
     from prism_fast.cli.progress import TerminalReporter
-    from prism_fast.harness.densify import DensifyRequest, densify_run
+    from prism_fast.harness.audits.densify import DensifyRequest, densify_run
     from prism_fast.report.densify_tables import print_densified
 
     seeds = [run] if run.name.startswith("seed-") else sorted(run.glob("seed-*"))

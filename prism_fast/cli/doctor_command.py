@@ -19,7 +19,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     """
     import orjson
 
-    from prism_fast.harness.doctor import examine
+    from prism_fast.harness.audits.doctor import examine
     from prism_fast.report.tables import print_findings
 
     findings = examine()

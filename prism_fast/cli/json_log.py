@@ -18,7 +18,7 @@ from prism_fast.protocol.errors import PrismError
 
 if TYPE_CHECKING:
     from prism_fast.data.pack import Progress
-    from prism_fast.harness.ledger import Ledger
+    from prism_fast.harness.referee.ledger import Ledger
     from prism_fast.protocol.manifest import SeedResult
     from prism_fast.protocol.run_spec import RunSpec
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from prism_fast.report.prometheus import Sample, samples_of, write_metrics
 
 if TYPE_CHECKING:
-    from prism_fast.harness.ledger import Ledger
-    from prism_fast.harness.request import Reporter
+    from prism_fast.harness.referee.ledger import Ledger
+    from prism_fast.harness.referee.request import Reporter
     from prism_fast.protocol.manifest import RunSummary
     from prism_fast.protocol.run_spec import RunSpec
 

@@ -39,7 +39,7 @@ def init(
     list_: Annotated[bool, typer.Option("--list", help="Show the examples and stop.")] = False,
 ) -> None:
     """Write a working bundle: architecture.py and training.py, ready to be changed."""
-    from prism_fast.harness.starter import examples, summary, write_starter
+    from prism_fast.harness.bundle.starter import examples, summary, write_starter
     from prism_fast.protocol.errors import UsageError
 
     if list_:
@@ -68,7 +68,7 @@ def try_(
     Exit 0: nothing. Otherwise the exit code that official scoring would end with.
     """
     from prism_fast.cli.progress import TerminalReporter
-    from prism_fast.harness.dry_run import try_bundle
+    from prism_fast.harness.audits.dry_run import try_bundle
     from prism_fast.protocol.pins import protocol_pin
     from prism_fast.report.dry_run_table import print_dry_run
 

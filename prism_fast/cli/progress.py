@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prism_fast.data.pack import Progress
-    from prism_fast.harness.ledger import Ledger
+    from prism_fast.harness.referee.ledger import Ledger
     from prism_fast.protocol.run_spec import RunSpec
 
 PLAIN_EVERY_S = 10.0

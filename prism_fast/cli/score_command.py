@@ -191,7 +191,7 @@ def score(
     7 wall-clock watchdog, 8 artifacts quota.
     """
     from prism_fast.cli.scoring import score_and_report
-    from prism_fast.harness.referee import ScoreRequest
+    from prism_fast.harness.referee.referee import ScoreRequest
     from prism_fast.profiling.machine import process_age_s
     from prism_fast.protocol.knobs import Given, settle_knobs
     from prism_fast.report.tables import print_summary

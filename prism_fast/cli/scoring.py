@@ -11,7 +11,7 @@ import typer
 from prism_fast.protocol.errors import PrismError
 
 if TYPE_CHECKING:
-    from prism_fast.harness.request import ScoreRequest
+    from prism_fast.harness.referee.request import ScoreRequest
     from prism_fast.protocol.manifest import RunSummary
 
 
@@ -20,7 +20,7 @@ def score_and_report(request: ScoreRequest, *, as_json: bool, metrics: Path | No
     from prism_fast.cli.json_log import JsonReporter
     from prism_fast.cli.metrics import MetricsReporter
     from prism_fast.cli.progress import TerminalReporter
-    from prism_fast.harness.referee import score_bundle
+    from prism_fast.harness.referee.referee import score_bundle
 
     with JsonReporter() if as_json else TerminalReporter() as terminal:
         watched: MetricsReporter | None = None

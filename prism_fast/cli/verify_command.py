@@ -29,7 +29,7 @@ def verify(
 
     Exit code 0: the run is what it says. 1: something does not agree; each disagreement is a line on stdout.
     """
-    from prism_fast.harness.verify import verify_run
+    from prism_fast.harness.audits.verify import verify_run
     from prism_fast.protocol.errors import UsageError
 
     found = 0

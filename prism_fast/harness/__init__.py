@@ -1,1 +1,1 @@
-"""The harness: referee (trusted) and runner (runs the bundle), and what passes between them (harness.md)."""
+"""The harness: a folder is a process or a layer (docs/security.md)."""

@@ -111,7 +111,7 @@ def _start(job: BundleJob, path: Path, log: Path, threads: int) -> int:
     command = [sys.executable, "-m"]
     if job.nproc > 1:
         command += ["torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={job.nproc}", "-m"]
-    command += ["prism_fast.harness.bare", str(path)]
+    command += ["prism_fast.harness.trainer.bare", str(path)]
     environment = {
         **os.environ,
         # As a scored run sets them, so that the two can be compared.

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from prism_fast.campaign.job import Job, score_command
-from prism_fast.harness.bundle import load_bundle
+from prism_fast.harness.bundle.bundle import load_bundle
 from prism_fast.protocol.manifest import RunManifest, RunSummary
 from prism_fast.protocol.pins import protocol_pin
 from tests.cli.test_main import run

@@ -13,7 +13,7 @@ from prism_fast.protocol.campaign import CAMPAIGN_FILE, read_campaign
 from prism_fast.protocol.constants import RUN_MANIFEST_FILE
 from prism_fast.protocol.manifest import RunManifest
 from prism_fast.report.rank import rank_runs
-from tests.harness.test_golden_scores import GOLDEN_IN_CAMPAIGN, OPTIONS
+from tests.harness.referee.test_golden_scores import GOLDEN_IN_CAMPAIGN, OPTIONS
 from tests.live_processes import living
 
 ray = pytest.importorskip("ray")

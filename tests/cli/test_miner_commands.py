@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from prism_fast.harness.bundle import load_bundle
-from prism_fast.harness.starter import DEFAULT_EXAMPLE, examples, summary, write_starter
+from prism_fast.harness.bundle.bundle import load_bundle
+from prism_fast.harness.bundle.starter import DEFAULT_EXAMPLE, examples, summary, write_starter
 from prism_fast.protocol.errors import UsageError
 from tests.cli.test_main import run
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prism_fast.harness import processes
+from prism_fast.harness.process import processes
 from prism_fast.protocol import constants as c
 from tests.harness.conftest import score_command, write_bundle
 

@@ -114,6 +114,6 @@ def test_only_full_scale_has_a_second_phase():
 
 
 def test_every_knob_is_a_field_of_the_request():
-    from prism_fast.harness.request import ScoreRequest
+    from prism_fast.harness.referee.request import ScoreRequest
 
     assert {f.name for f in fields(Knobs)} <= {f.name for f in fields(ScoreRequest)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import prism_fast
-from prism_fast.harness.doctor import examine
+from prism_fast.harness.audits.doctor import examine
 from prism_fast.protocol.campaign import CampaignRun
 from prism_fast.report import campaign_table, dry_run_table, scale_tables, tables
 from prism_fast.report.console import styled, terminal
@@ -77,6 +77,6 @@ def test_a_table_shows_names_as_they_are(command, capsys, monkeypatch):
 
 def test_doctor_names_the_extra_to_install(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setattr("prism_fast.harness.doctor.triton_version", lambda: None)
+    monkeypatch.setattr("prism_fast.harness.audits.doctor.triton_version", lambda: None)
     tables.print_findings([(f.area, f.name, f.state, f.detail) for f in examine()])
     assert "pip install 'prism-fast[triton]'" in capsys.readouterr().out

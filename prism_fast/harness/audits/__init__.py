@@ -1,0 +1,1 @@
+"""Looks at runs, bundles and machines: verify, try, densify, the functional check, doctor."""

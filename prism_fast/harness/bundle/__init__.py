@@ -1,0 +1,1 @@
+"""Reads a bundle's scripts and checks them; runs nothing."""

@@ -1,0 +1,1 @@
+"""The process that predicts. Started, not imported."""

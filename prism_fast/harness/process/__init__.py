@@ -1,0 +1,1 @@
+"""What processes are made of: frames between them, shared memory, isolation, limits, their ends."""

@@ -1,0 +1,1 @@
+"""TRUSTED: order, ledger, budgets, official files. Runs no code of a bundle."""

@@ -1,9 +1,0 @@
-"""torchrun itself, bound to its referee's life: `python -m prism_fast.harness.torchrun ...`."""
-
-from prism_fast.harness.die_with_parent import die_with_parent
-
-if __name__ == "__main__":
-    die_with_parent()
-    from torch.distributed.run import main
-
-    main()

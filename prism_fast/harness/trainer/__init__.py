@@ -1,0 +1,1 @@
+"""UNTRUSTED: the processes that run training.py. Started, not imported."""
