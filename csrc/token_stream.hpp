@@ -1,4 +1,4 @@
-// The packed stream of numerics.md: for every document the end-of-text token and then its text; rows of `seq_len`
+// The packed stream of docs/numerics.md: for every document the end-of-text token and then its text; rows of `seq_len`
 // that overlap by one, so that each element is a target exactly once. Read ahead by one thread, off the GIL.
 #pragma once
 

@@ -25,6 +25,7 @@ from prism_fast.protocol.errors import (
     DataError,
     UsageError,
 )
+from prism_fast.protocol.file_names import escaped
 from prism_fast.protocol.manifest import RunManifest, RunStatus
 
 POLL_S = 1.0
@@ -55,9 +56,9 @@ def find_submissions(path: Path) -> Submissions:
         try:
             bundle = load_bundle(place)
         except BundleRejected as error:
-            rejected[place.name] = error
-        except UsageError as error:  # named .zip and is none: among many submissions that is one submission's fault
-            rejected[place.name] = BundleRejected(str(error), rule=c.RULE_BUNDLE_SHAPE)
+            rejected[escaped(place.name)] = error
+        except (UsageError, OSError) as error:  # among many submissions that is one submission's fault
+            rejected[escaped(place.name)] = BundleRejected(str(error), rule=c.RULE_BUNDLE_SHAPE)
         else:
             bundles[bundle.submission_id] = bundle
     if not places:

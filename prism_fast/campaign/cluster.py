@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
+from prism_fast.harness.process.commands import SAFE_PATH
 from prism_fast.profiling.machine import usable_cpus
 from prism_fast.protocol.errors import EngineFault, UsageError
 
@@ -32,10 +35,28 @@ def connect(command: str, address: str | None, object_store_bytes: int) -> Any:
             "object_store_memory": object_store_bytes,
         }
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        with _standing_at_root():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise EngineFault(f"--address {address}: Ray does not answer: {error}") from error
     return ray
+
+
+@contextlib.contextmanager
+def _standing_at_root() -> Iterator[None]:
+    """Ray's workers import from the folder that the driver stands in when it connects: none of the user's."""
+    stood = os.open(".", os.O_RDONLY)
+    safe = os.environ.get(SAFE_PATH)
+    os.chdir("/")
+    os.environ[SAFE_PATH] = "1"  # for what Ray starts here
+    try:
+        yield
+    finally:
+        os.fchdir(stood)
+        os.close(stood)
+        os.environ.pop(SAFE_PATH)
+        if safe is not None:
+            os.environ[SAFE_PATH] = safe
 
 
 def alive_nodes(ray: Any) -> list[dict[str, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from time import monotonic
 
 import prism_fast
 from prism_fast.harness.bundle.bundle import Bundle
+from prism_fast.harness.process.commands import child_command, child_environment
 from prism_fast.harness.process.die_with_parent import die_with_parent
 from prism_fast.protocol.errors import (
     EXIT_ARTIFACTS_QUOTA,
@@ -88,13 +88,12 @@ def run_job(job: Job) -> Outcome:
             # Ray sets the threads of its workers; those of a run are part of its spec. The knobs that `score` reads
             # from the environment are the campaign's, not those of whichever node.
             environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith(KNOBS)}
-            environment.update(job.environment)
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env=environment,
+                env=child_environment(environment, dict(job.environment)),
                 preexec_fn=die_with_parent,
             )
     return Outcome(done.returncode, _sentence(log), node, monotonic() - began)
@@ -104,9 +103,7 @@ def score_command(job: Job, bundle: Path) -> list[str]:
     """The command line of `job`. A pin holds all its seeds, whichever is scored; without one, a run's are its own."""
     pinned = any(option.startswith("--seeds=") for option in job.options)
     seed = f"--only-seeds={job.seed}" if pinned else f"--seeds={job.seed}"
-    return [
-        sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle), f"--out={job.work}", seed, *job.options
-    ]  # fmt: skip
+    return child_command("prism_fast.cli.main", "score", str(bundle), f"--out={job.work}", seed, *job.options)
 
 
 def _check_node(job: Job, node: str) -> None:

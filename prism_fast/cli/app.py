@@ -17,12 +17,14 @@ from prism_fast.cli import (
     miner_commands,
     plan_commands,
     profile_commands,
+    program_command,
     report_command,
     score_command,
     verify_command,
 )
+from prism_fast.cli.options import Commands
 
-app = typer.Typer(
+app = Commands(
     name="prism-fast",
     help="Scores how well a model learns: prequential bits per byte of a re-executed training run.",
     no_args_is_help=True,
@@ -52,6 +54,7 @@ for commands in (
     campaign_command,
     check_command,
     verify_command,
+    program_command,
     compare_commands,
     densify_command,
     data_commands,

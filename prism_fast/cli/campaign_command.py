@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,6 @@ OURS = {
     "--pin",
     "--cache-dir",
     "--torch-threads",
-    "--scorer-threads",
     "--device",
 }
 
@@ -68,12 +67,12 @@ def campaign(
     from prism_fast.cli.score_command import _seeds
     from prism_fast.protocol.campaign import CAMPAIGN_FILE, read_campaign
 
-    options = [f"--data={_place(data)}"]
-    options += [f"--val={_place(val)}"] if val else []
+    options = [f"--data={data}"]
+    options += [f"--val={val}"] if val else []
     options += [f"--pin={pin}", f"--seeds={seeds}"] if pin else []
-    options += [f"--cache-dir={cache_dir.absolute()}"] if cache_dir else []
+    options += [f"--cache-dir={cache_dir}"] if cache_dir else []
     # Threads move the last bits of matrix products, so they are the campaign's and not each machine's.
-    options += [f"--torch-threads={cpus}", f"--scorer-threads={cpus}", f"--device={'cuda' if gpus else 'cpu'}"]
+    options += [f"--torch-threads={cpus}", f"--device={'cuda' if gpus else 'cpu'}"]
     options += _passed_on(context.args)
     with _Terminal() as terminal:
         code = run_campaign(
@@ -98,18 +97,31 @@ def campaign(
     raise typer.Exit(code)
 
 
-def _place(data: str) -> str:
-    """A path as workers see it, whose working directory is another."""
-    return data if data == "sample" else str(Path(data).absolute())
-
-
 def _passed_on(extra: Sequence[str]) -> list[str]:
     for word in extra:
         if word.split("=")[0] in OURS:
             raise UsageError(f"{word} behind `--`: the campaign decides it, or has an option for it")
     if extra and not extra[0].startswith("-"):
         raise UsageError(f"{extra[0]}: one SUBMISSIONS is expected; options of `score` go behind `--`")
-    return list(extra)
+    return list(_with_places(extra))
+
+
+def _with_places(words: Sequence[str]) -> Iterator[str]:
+    """Options of `score` as workers read them, who stand elsewhere: what names a place does so absolutely."""
+    from prism_fast.cli.options import places_of
+    from prism_fast.cli.score_command import score
+
+    places, awaited = places_of(score), None
+    for word in words:
+        option, given, value = word.partition("=")
+        if awaited is not None:
+            yield places[awaited](word)
+            awaited = None
+        elif option in places and given:
+            yield f"{option}={places[option](value)}"
+        else:
+            awaited = option if option in places else None
+            yield word
 
 
 class _Terminal:

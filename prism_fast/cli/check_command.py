@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from prism_fast.protocol.errors import EXIT_BUNDLE_REJECTED, UsageError
+from prism_fast.cli.options import MOST, whole_numbers
+from prism_fast.protocol.errors import EXIT_BUNDLE_REJECTED
 
 
 class Isolation(StrEnum):
@@ -74,7 +75,7 @@ def check(
         from prism_fast.harness.audits.functional_contract import Trial, advise_on_nccl, check_functional_contract
         from prism_fast.harness.process.isolation import bwrap_fault, resolve_isolation
 
-        sizes = _sizes(worlds)
+        sizes = whole_numbers("--worlds", worlds, -MOST, MOST, "2,4")  # `check_single_node` refuses by rule
         with TerminalReporter() as reporter:
             vocabulary = reference_tokenizer(tokenizer)
             sandbox = resolve_isolation(isolation.value)
@@ -96,10 +97,3 @@ def check(
     else:
         print_contract(document)
     raise typer.Exit(0 if document["ok"] or policy is not Policy.reject else EXIT_BUNDLE_REJECTED)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--worlds {text}: expected whole numbers with commas between, for example 2,4") from None

@@ -14,6 +14,11 @@ from prism_fast.protocol.errors import EXIT_ENGINE
 Json = Annotated[bool, typer.Option("--json", help="Print the document as JSON on stdout.")]
 
 
+Unverified = Annotated[
+    bool, typer.Option("--unverified", help="Take manifests at their word instead of making them from their receipts.")
+]
+
+
 class Mode(StrEnum):
     arch = "ArchCompare"
     train = "TrainCompare"
@@ -39,6 +44,7 @@ def compare(
         typer.Option(help="ArchCompare: same training.py; TrainCompare: same architecture.py (default: found out)."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+    unverified: Unverified = False,
     json: Json = False,
 ) -> None:
     """Compare two bundles over matched seeds: validity, held-out delta, bpb, overfit rate, variance, in this order."""
@@ -46,7 +52,7 @@ def compare(
     from prism_fast.report.compare import compare_runs
     from prism_fast.report.scale_tables import print_comparison
 
-    report = compare_runs(a, b, mode.value if mode else None)
+    report = compare_runs(a, b, mode.value if mode else None, verify=not unverified)
     if out is not None:
         write_json(out, report)
     if json:
@@ -61,13 +67,14 @@ def rank(
         Path | None,
         typer.Option(help='JSON file {submission_id: {"key": ..., "committed_at": block number or time}}.'),
     ] = None,
+    unverified: Unverified = False,
     json: Json = False,
 ) -> None:
     """Rank runs: final score on a grid of 1e-9, then earliest commit, then submission id; the best row of each key."""
     from prism_fast.report.rank import rank_runs
     from prism_fast.report.scale_tables import print_leaderboard
 
-    board = rank_runs(runs, submissions)
+    board = rank_runs(runs, submissions, verify=not unverified)
     if json:
         _print_json(board)
     else:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prism_fast.cli.options import Commands
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
@@ -50,13 +52,13 @@ TextKey = Annotated[str, typer.Option(help="JSON key or Parquet column of the te
 
 
 def register(app: typer.Typer) -> None:
-    shards = typer.Typer(no_args_is_help=True, help="Token files: ours, and those of other tools.")
+    shards = Commands(no_args_is_help=True, help="Token files: ours, and those of other tools.")
     shards.command("inspect")(inspect)
     shards.command("verify")(verify)
     shards.command("convert")(convert)
     app.add_typer(shards, name="shards")
     app.command("pack")(pack)
-    corpus = typer.Typer(no_args_is_help=True, help="The locked corpus (prism_locked_data.v1).")
+    corpus = Commands(no_args_is_help=True, help="The locked corpus (prism_locked_data.v1).")
     corpus.command("build")(build)
     corpus.command("verify")(verify_corpus)
     app.add_typer(corpus, name="corpus")

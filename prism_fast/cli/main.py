@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -9,6 +10,9 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 def main() -> None:
     """Runs the command line. A PrismError is the run's own verdict: its sentence, its exit code."""
+    for stream in (sys.stdout, sys.stderr):  # file names need not be UTF-8, terminals need not show all of it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         # The commands are imported here, so that a Ctrl-C meanwhile ends like any other.
         from prism_fast.cli.app import app

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from prism_fast.cli.options import MOST_POSITIONS, within
+
 if TYPE_CHECKING:
     from prism_fast.data.plan import Bucket, Over
 
@@ -104,7 +106,7 @@ def _buckets(text: str | None, micro_batch: int) -> list[Bucket]:
         if word.strip() == "width":
             buckets.append("width")
         elif word.strip().isdecimal():
-            buckets.append(int(word))
+            buckets.append(int(within("--bucket", int(word), 1, MOST_POSITIONS)))
         else:
             raise typer.BadParameter(f"{word!r} is neither a number of records nor 'width'", param_hint="--bucket")
     return buckets
@@ -114,7 +116,7 @@ def _cost(text: str | None) -> tuple[float, float] | None:
     if text is None:
         return None
     try:
-        linear, quadratic = (float(word) for word in text.split(","))
+        linear, quadratic = (within("--cost", float(word), -1e30, 1e30) for word in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{text!r}: expected two numbers A,B", param_hint="--cost") from None
     return linear, quadratic

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prism_fast.cli.options import MOST_POSITIONS, Commands, whole_numbers
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from prism_fast.profiling.bundle_process import BundleJob
 
-profile = typer.Typer(
+profile = Commands(
     help="Find where step time goes. Probes run the bundle outside any sandbox: profile what you trust.",
     no_args_is_help=True,
 )
@@ -52,7 +53,15 @@ def scaling(
     """Time a step at several widths and fit t(w) = A w + B w^2, with a constant where one is needed."""
     from prism_fast.profiling.scaling import measure_scaling
 
-    job = _job(bundle, _numbers("--widths", widths), data, tokenizer, device, torch_threads, cache_dir)
+    job = _job(
+        bundle,
+        whole_numbers("--widths", widths, 2, MOST_POSITIONS, "128,256,512"),
+        data,
+        tokenizer,
+        device,
+        torch_threads,
+        cache_dir,
+    )
     if clock not in ("wall", "processor"):
         raise UsageError(f"--clock {clock}: expected wall or processor")
     _show(measure_scaling(job, repeats, processor=clock == "processor"), out, json)
@@ -164,9 +173,7 @@ def overhead(
     seq_len: Annotated[int, typer.Option(help="Tokens a row.")] = c.DEFAULT_SEQUENCE_LENGTH,
     steps: Annotated[int, typer.Option(help="Steps a run.")] = 20,
     repeats: Annotated[int, typer.Option(help="Runs of each mode, in turn.")] = 3,
-    modes: Annotated[
-        str, typer.Option(help="Of bare, open, sealed and fused, with commas between.")
-    ] = "bare,open,sealed",
+    modes: Annotated[str, typer.Option(help="Of bare, open and sealed, with commas between.")] = "bare,open,sealed",
     data: Data = "sample",
     tokenizer: Tokenizer = "gpt2",
     device: DeviceOption = "auto",
@@ -219,13 +226,6 @@ def _job(
         cache_dir=cache_dir,
         nproc=nproc,
     )
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise UsageError(f"{option} {text}: expected whole numbers with commas between, as 128,256,512") from None
 
 
 def _show(document: dict[str, Any], out: Path | None, as_json: bool) -> None:

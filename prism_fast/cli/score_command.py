@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from prism_fast.cli.options import SEEDS, placed, whole_numbers
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.errors import UsageError
 
 
 class Accounting(StrEnum):
@@ -45,16 +45,6 @@ class Policy(StrEnum):
 class Seal(StrEnum):
     sealed = "sealed"
     open = "open"
-
-
-class Capture(StrEnum):
-    strict = "strict"
-    fused = "fused"
-
-
-class Head(StrEnum):
-    plain = "plain"
-    fused = "fused"
 
 
 class Isolation(StrEnum):
@@ -154,23 +144,16 @@ def score(
     seal: Annotated[
         Seal | None, typer.Option(help="Where the bundle is predicted and scored (default: sealed; prism-v2: open).")
     ] = None,
-    capture: Annotated[Capture, typer.Option(help="How a prediction is taken.")] = Capture.strict,
-    head: Annotated[
-        Head,
-        typer.Option(
-            help="What is scored: the logits, or (fused) what goes into the model's linear head, so that no batch's "
-            "logits are held; by itself plain where that is not the same."
-        ),
-    ] = Head.plain,
     isolation: Annotated[Isolation, typer.Option(help="Sandbox around bundle code.")] = Isolation.auto,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
     torch_threads: Annotated[
         int | None, typer.Option(help="torch's CPU threads, part of the run spec (default: CPUs / nproc).")
     ] = None,
-    scorer_threads: Annotated[
-        int | None, typer.Option(help="Threads that score; never change a score (default: all CPUs).")
-    ] = None,
     prefetch: Annotated[int, typer.Option(help="Batches read ahead; never changes a score.")] = 2,
+    snapshots: Annotated[
+        int,
+        typer.Option(help="Batches, secretly chosen, whose weights are kept: `verify --data` predicts them again."),
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Skip seeds already scored with the same spec.")] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where packed text is cached (default: the user's cache directory).")
@@ -216,21 +199,20 @@ def score(
         accounting=accounting.value,
         seal=seal and seal.value,
     )
+    knobs = settle_knobs(given, pin and pin.value)
     request = ScoreRequest(
         bundle=bundle,
         out=out,
-        **vars(settle_knobs(given, pin and pin.value)),
+        **{**vars(knobs), **{name: placed(name, getattr(knobs, name)) for name in ("data", "val", "phase2")}},
         watchdog_grace_seconds=watchdog_grace,
         artifacts_quota_bytes=artifacts_quota,
         only_seeds=None if only_seeds is None else _seeds(only_seeds, "--only-seeds"),
         policy=policy.value if policy else None,  # type: ignore[arg-type]
-        capture=capture.value,
-        head=head.value,
         isolation=isolation.value,
         device=device.value,
         torch_threads=torch_threads,
-        scorer_threads=scorer_threads,
         prefetch=prefetch,
+        snapshots=snapshots,
         resume=resume,
         cache_dir=cache_dir,
         command_s=process_age_s(),
@@ -244,9 +226,4 @@ def score(
 
 
 def _seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"{option} {text}: expected whole numbers with commas between, for example 1337,2027"
-        ) from None
+    return whole_numbers(option, text, *SEEDS, "1337,2027")

@@ -111,7 +111,7 @@ def open_corpus(folder: PathLike, *, mounts: Mapping[str, PathLike] | None = Non
     """Opens a packed corpus: the manifest is read and every shard that is mounted must have its listed size.
 
     mounts: folder of a split that lives elsewhere ({"val": "/secret/val"} for shards listed as val/...). A split
-    whose folder is absent is left out: the runner never sees the secret one.
+    whose folder is absent is left out: a trainer rank in a sandbox never sees the secret one.
     Raises UsageError (no such folder, no manifest), DataError naming file, expected and found.
     """
     root = Path(folder)

@@ -1,1 +1,1 @@
-"""Where step time goes: machine facts, throughput profiles, probes (profiles.md). Nothing here reaches a score."""
+"""Where step time goes: machine facts, throughput profiles, probes (docs/profiles.md). Nothing here reaches a score."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import orjson
 
 import prism_fast
+from prism_fast.harness.process.commands import child_command, child_environment
 from prism_fast.profiling.machine import THREADS_WAIT, usable_cpus
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault, PrismError, UsageError
@@ -108,12 +108,10 @@ def _check(job: BundleJob) -> None:
 
 
 def _start(job: BundleJob, path: Path, log: Path, threads: int) -> int:
-    command = [sys.executable, "-m"]
-    if job.nproc > 1:
-        command += ["torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={job.nproc}", "-m"]
-    command += ["prism_fast.harness.trainer.bare", str(path)]
-    environment = {
-        **os.environ,
+    rank = ["prism_fast.harness.trainer.bare", str(path)]
+    ranks = ["--standalone", "--nnodes=1", f"--nproc-per-node={job.nproc}", "-m", *rank]
+    command = child_command(*rank) if job.nproc == 1 else child_command("torch.distributed.run", *ranks)
+    changes = {
         # As a scored run sets them, so that the two can be compared.
         "HF_HUB_OFFLINE": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -123,7 +121,9 @@ def _start(job: BundleJob, path: Path, log: Path, threads: int) -> int:
         **job.environment,
     }
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=child_environment(changes=changes), start_new_session=True
+        )
         try:
             return process.wait()
         except BaseException:

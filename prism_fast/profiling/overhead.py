@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prism_fast.harness.process.commands import child_command, child_environment
 from prism_fast.profiling.bundle_process import BundleJob, run_bundle
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault, UsageError
 from prism_fast.protocol.manifest import ThroughputProfile
 
 SCHEMA = "prism_profile_overhead.v1"
-MODES = ("bare", "open", "sealed", "fused")
+MODES = ("bare", "open", "sealed")
 WARMUP_STEPS = 3
 
 
@@ -27,7 +27,7 @@ def measure_overhead(
     seq_len: int = c.DEFAULT_SEQUENCE_LENGTH,
     steps: int = 20,
     repeats: int = 3,
-    modes: Sequence[str] = MODES[:3],
+    modes: Sequence[str] = MODES,
     data: str = "sample",
     tokenizer: str = "gpt2",
     device: str = "auto",
@@ -36,8 +36,7 @@ def measure_overhead(
 ) -> dict[str, Any]:
     """-> {"rows": [...], "counters": {...}, ...}: one row a mode, in the order of `modes`.
 
-    bare: `train(ctx)` with nothing watching but a clock a step; open, sealed: `prism-fast score --seal MODE` in strict
-    capture; fused: open with `--capture fused`, which a bundle must allow (dropout does not).
+    bare: `train(ctx)` with nothing watching but a clock a step; open, sealed: `prism-fast score --seal MODE`.
 
     Row keys: mode, vocab (the head's width; null before a scored mode has shown it), seq (tokens a row), batch (rows),
     params, tokens_per_s (steady state, median of the repeats), ratio (bare tokens/s over this mode's: 1.0 is free),
@@ -126,16 +125,16 @@ def _scored(job: BundleJob, mode: str) -> tuple[ThroughputProfile, dict[str, Any
 
     with tempfile.TemporaryDirectory(prefix="prism-overhead-") as folder:
         out = Path(folder) / "run"
-        command = [
-            sys.executable, "-m", "prism_fast.cli.main", "score", str(job.bundle),
+        arguments = [
+            "score", str(job.bundle),
             f"--data={job.data}", f"--out={out}", f"--tokenizer={job.tokenizer}", f"--seq-len={max(job.widths)}",
             f"--step-budget={job.steps}", "--token-budget=0", "--val-byte-budget=1000",
-            *(("--seal=open", "--capture=fused") if mode == "fused" else (f"--seal={mode}",)),
-            f"--device={job.device}", f"--seeds={job.seed}",
+            f"--seal={mode}", f"--device={job.device}", f"--seeds={job.seed}",
         ]  # fmt: skip
-        command += [f"--torch-threads={job.torch_threads}"] if job.torch_threads else []
-        command += [f"--cache-dir={job.cache_dir}"] if job.cache_dir else []
-        done = subprocess.run(command, capture_output=True, text=True)
+        arguments += [f"--torch-threads={job.torch_threads}"] if job.torch_threads else []
+        arguments += [f"--cache-dir={job.cache_dir}"] if job.cache_dir else []
+        command = child_command("prism_fast.cli.main", *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
         if done.returncode:
             kind = {3: BundleRejected, 4: BundleFailed, 2: UsageError}.get(done.returncode, EngineFault)
             said = done.stderr.strip().splitlines()

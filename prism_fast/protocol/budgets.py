@@ -1,4 +1,4 @@
-"""The compute budgets of a run, in the order in which they bind: tokens, then steps, then FLOPs (contract.md).
+"""The compute budgets of a run, in the order in which they bind: tokens, then steps, then FLOPs (docs/cli.md).
 
 FLOPs are counted as 6 N D (Kaplan et al., 2020: 2 N for a token's forward, 4 N for its backward), N being the model's
 distinct parameters as the referee counts them and D the tokens it handed out. That is the only count no bundle can

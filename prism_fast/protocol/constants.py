@@ -1,4 +1,4 @@
-"""Numbers and identifiers of the contract, each in one place (contract.md, numerics.md)."""
+"""Numbers and identifiers of the contract, each in one place (docs/numerics.md, docs/cli.md)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,14 @@ LEDGER_CHAIN_FILE = "ledger.chain"
 HELDOUT_DOCUMENTS_FILE = "heldout_documents.npz"
 WEIGHTS_FILE = "trained_state.safetensors"
 TRAINER_LOG_FILE = "trainer.log"
-EVALUATOR_LOG_FILE = "evaluator.log"
+TRACER_LOG_FILE = "tracer.log"
+EXECUTOR_LOG_FILE = "executor.log"
+OUTSIDE_STATE_FILE = "outside_state.json"  # of `try`: what the model keeps where no score looks
+GENESIS_FILE = "genesis.json"
+RECEIPT_FILE = "receipt.json"
+INITIAL_STATE_FILE = "initial_state.safetensors"
+PROGRAM_DIR = "program"
+SNAPSHOTS_DIR = "snapshots"
 ARTIFACTS_DIR = "artifacts"
 BUNDLE_DIR = "bundle"  # the two scripts, as they were run
 DENSIFY_FILE = "prism_densify.v1.json"
@@ -75,10 +82,6 @@ SECONDARY_SCALE = 1e-3
 SECONDARY_CEILING = 0.5 * 5e-3
 PRIMARY_BASE = 100.0
 COMPARE_EPSILON_BPB = 5e-3  # of the held-out delta and of the prequential bpb: smaller differences do not decide
-FUSED_AUDIT_SHARE = 1 / 32  # of the batches, chosen in secret, are predicted strictly too
-FUSED_TOLERANCE = 1e-6  # relative, of a batch's code length
-HEAD_AUDIT_SHARE = 1 / 32  # of the batches scored from the head's input; one row is predicted plainly too
-HEAD_TOLERANCE = 1e-5  # relative, of a row's code length
 FAULT_CODE_LENGTH_FACTOR = 2.0  # a faulty target is charged 2 ln V nats
 
 # Series
@@ -108,7 +111,7 @@ RULE_DEGENERATE = "prism:degenerate"
 RULE_FORCED_INIT = "prism:forced-init"
 RULE_NONCAUSAL = "prism:noncausal"
 RULE_NONDETERMINISTIC = "prism:nondeterministic"
-RULE_CAPTURE = "prism:capture"
+RULE_NOT_EXPORTABLE: Final = "prism:not-exportable"
 RULE_DISTRIBUTED_CONTRACT = "prism:distributed-contract"
 RULE_RANK0_GUARD = "prism:distributed-rank0-guard"
 RULES = frozenset(value for name, value in list(globals().items()) if name.startswith("RULE_"))

@@ -1,4 +1,4 @@
-"""What a bundle sees: `PrismContext` and `PrismBatch` (contract.md, section 1).
+"""What a bundle sees: `PrismContext` and `PrismBatch` (docs/start/miner.md).
 
 The context is data; what it can *do* (build the model under the forced seed, give the reference tokenizer, iterate
 the instrumented training batches) belongs to the harness that made it, reached through `engine`.

@@ -1,4 +1,4 @@
-"""The parameter ladder: explore (provisional) -> promote (confirms or revokes) -> full_scale (contract.md, section 6).
+"""The parameter ladder: explore (provisional) -> promote (confirms or revokes) -> full_scale (docs/concepts.md).
 
 A bundle that leads at the explore cap holds its place provisionally. The same bundle is run again at the promote cap
 and compared there: a win or a tie confirms it, a loss or an invalid run revokes it.

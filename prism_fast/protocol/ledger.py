@@ -3,8 +3,9 @@
 Two files, kept apart on purpose. `ledger.bin` holds only what a score may be made of; `observations.bin` holds what
 was merely seen (times, gradient norms). Both are a 64-byte header (magic, record size, world size) and then fixed
 little-endian records in (index, rank) order, so a reader needs `numpy.fromfile` and nothing else. `ledger.chain` holds
-32 bytes for every 1,024 ledger records, each link a sha256 over the one before and the records since: written as the
-run goes, it fixes the past of a ledger before its end is known.
+32 bytes of genesis.json (receipts.py), 32 for every 1,024 ledger records, each link a sha256 over the one before and
+the records since, and at the end 32 of receipt.json: written as the run goes, it fixes the past before the end is
+known.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 
 from prism_fast.protocol.errors import DataError
 
-HEADER = struct.Struct("<8sIII44x")  # magic, record bytes, world size, format version
+HEADER = struct.Struct("<8sIII32s12x")  # magic, record bytes, world size, format version, digest of genesis.json
 HEADER_BYTES = HEADER.size
 LEDGER_MAGIC = b"PRISMLDG"
 OBSERVATIONS_MAGIC = b"PRISMOBS"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 LEDGER_DTYPE = np.dtype(
     [
@@ -64,18 +65,32 @@ def next_link(previous: bytes, records: bytes) -> bytes:
     return hashlib.sha256(previous + records).digest()
 
 
-def chain_of(path: str | Path) -> list[bytes]:
-    """Every link of a ledger file, computed from its records."""
-    links = [CHAIN_SEED]
+def first_link(genesis: bytes) -> bytes:
+    """The chain's first 32 bytes, from the sha256 of genesis.json: the past of a run before its first batch."""
+    return next_link(CHAIN_SEED, genesis)
+
+
+def genesis_of(path: str | Path) -> bytes:
+    """The digest of genesis.json that a ledger file names. Raises DataError for what is no ledger."""
+    with open(path, "rb") as f:
+        head = f.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        raise DataError(f"{path}: {len(head)} bytes; expected a header of {HEADER_BYTES} bytes")
+    return bytes(HEADER.unpack(head)[4])
+
+
+def chain_of(path: str | Path, genesis: bytes) -> list[bytes]:
+    """Every link but the last, which is of receipt.json: from the digest of genesis.json and a ledger's records."""
+    links = [first_link(genesis)]
     with open(path, "rb") as f:
         f.seek(HEADER_BYTES)
         while block := f.read(CHAIN_RECORDS * LEDGER_DTYPE.itemsize):
             links.append(next_link(links[-1], block))
-    return links[1:]
+    return links
 
 
-def pack_header(magic: bytes, dtype: np.dtype, world_size: int) -> bytes:
-    return HEADER.pack(magic, dtype.itemsize, world_size, FORMAT_VERSION)
+def pack_header(magic: bytes, dtype: np.dtype, world_size: int, genesis: bytes = b"") -> bytes:
+    return HEADER.pack(magic, dtype.itemsize, world_size, FORMAT_VERSION, genesis)
 
 
 def read_records(path: str | Path, magic: bytes, dtype: np.dtype) -> np.ndarray:
@@ -85,7 +100,7 @@ def read_records(path: str | Path, magic: bytes, dtype: np.dtype) -> np.ndarray:
     if size < HEADER_BYTES:
         raise DataError(f"{path}: {size} bytes; expected a header of {HEADER_BYTES} bytes")
     with path.open("rb") as f:
-        found, record_bytes, _, version = HEADER.unpack(f.read(HEADER_BYTES))
+        found, record_bytes, _, version, _ = HEADER.unpack(f.read(HEADER_BYTES))
     if found != magic or version != FORMAT_VERSION or record_bytes != dtype.itemsize:
         raise DataError(
             f"{path}: header is {found!r} version {version} with records of {record_bytes} bytes; "

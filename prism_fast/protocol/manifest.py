@@ -1,4 +1,4 @@
-"""The files a run writes, typed: manifest, train series, throughput profile, status, summary (contract.md, section 2).
+"""The files a run writes, typed: manifest, train series, throughput profile, status, summary (docs/reference/files.md).
 
 Field names are the contract's; `engine` is ours. JSON Schemas of these models are kept in docs/schemas/ and a test
 holds them equal. A manifest stays small: whatever grows with the run lives in side files and is named by digest.
@@ -153,15 +153,24 @@ class ContractBlock(_Block):
     unmet: list[str]
 
 
-class HeadBlock(_Block):
-    """How predictions were scored: from logits (plain), or from what goes into the model's linear head (fused)."""
+class ProgramRef(_Block):
+    """A program of the model (docs/programs.md): `program/width-<width>.json` and `.safetensors`."""
 
-    asked: Literal["plain", "fused"] = "plain"
-    used: Literal["plain", "fused"] = Field(default="plain", description="as it was when training ended")
-    heldout: Literal["plain", "fused"] | None = Field(default=None, description="of the trained state's passes")
-    reason: str | None = Field(default=None, description="why fused was asked for and not used, or not to the end")
-    audits: int = Field(default=0, ge=0, description="rows predicted both ways")
-    disagreement: float | None = Field(default=0.0, description="the largest between the two, relative; null: infinite")
+    width: int = Field(description="tokens a row")
+    batch: int | None = Field(description="rows; null: any number")
+    operators: int
+    sha256: str
+    constants_bytes: int
+    constants_sha256: str
+
+
+class SnapshotRef(_Block):
+    """The weights that a secretly chosen batch was predicted from."""
+
+    index: int
+    path: str
+    sha256: str
+    autocast: Literal["off", "bfloat16", "float16"] = Field(description="in force around the bundle's loop then")
 
 
 class EngineBlock(_Block):
@@ -169,8 +178,6 @@ class EngineBlock(_Block):
 
     version: str
     accounting: str
-    capture: str
-    head: HeadBlock = HeadBlock()
     seal: str
     isolation: str
     backends: dict[str, str] = Field(description="kernel -> backend that ran it")
@@ -180,6 +187,7 @@ class EngineBlock(_Block):
     corpus_fingerprint: str
     val_corpus_fingerprint: str | None
     head_width: int
+    head: Literal["logits", "hidden"] = Field(description="hidden: memory was short, and logits were never made whole")
     torch_version: str
     torch_threads: int
     batch_size: int
@@ -188,6 +196,8 @@ class EngineBlock(_Block):
     bundle_sha256: str
     architecture_sha256: str | None = Field(default=None, description="of architecture.py")
     training_sha256: str | None = Field(default=None, description="of training.py")
+    programs: list[ProgramRef] = Field(description="none in open mode")
+    initial_state_sha256: str | None
     weights_sha256: str
     ledger_sha256: str
     ledger_chain: str = Field(description="the last link of ledger.chain")
@@ -195,11 +205,13 @@ class EngineBlock(_Block):
     heldout_documents_sha256: str | None
     pin: PinBlock | None = None
     distributed_contract: ContractBlock | None = None
-    probes: int = Field(description="batches, online and held-out, whose prediction was probed; 0 in open mode")
+    probes: int = Field(description="rows, online and held-out, that were run again for probes; 0 in open mode")
+    probe_mode: Literal["none", "rows", "batches"]
+    snapshots: list[SnapshotRef]
 
 
 class ArtifactRef(_Block):
-    path: str
+    path: str  # as `harness.process.artifacts.escaped` writes names that are not printable text
     bytes: int
     sha256: str
 

@@ -1,4 +1,4 @@
-"""Execution modes, the corpora that they walk, and the knobs a run starts from (contract.md, section 6)."""
+"""Execution modes, the corpora that they walk, and the knobs a run starts from (docs/cli.md)."""
 
 from __future__ import annotations
 

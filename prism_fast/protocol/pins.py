@@ -1,4 +1,4 @@
-"""Protocol pins: what two runs must share before their scores may be compared (contract.md, section 6).
+"""Protocol pins: what two runs must share before their scores may be compared (docs/concepts.md).
 
 A pin reaches the bundle unchanged: whatever `seq_len` and `token_budget` it names are what `PrismContext` holds.
 """

@@ -28,8 +28,6 @@ class RunSpec(BaseModel):
     max_layers: int = c.MAX_LAYERS
     seed: int = Field(default=c.DEFAULT_SEED, ge=0)
     seal: Literal["sealed", "open"]
-    capture: Literal["strict", "fused"] = "strict"
-    head: Literal["plain", "fused"] = "plain"
     isolation: Literal["bwrap", "none"]
     accounting: Literal["exact", "prism-v2"] = "exact"
     tokenizer: str

@@ -10,9 +10,15 @@ from pydantic import BaseModel
 
 from prism_fast.protocol.canonical import write_json
 from prism_fast.protocol.manifest import FILE_MODELS
+from prism_fast.protocol.receipts import GENESIS_SCHEMA, RECEIPT_SCHEMA, Genesis, Receipt
 from prism_fast.protocol.run_spec import RunSpec
 
-MODELS: dict[str, type[BaseModel]] = {**FILE_MODELS, "prism_run_spec.v1": RunSpec}
+MODELS: dict[str, type[BaseModel]] = {
+    **FILE_MODELS,
+    "prism_run_spec.v1": RunSpec,
+    GENESIS_SCHEMA: Genesis,
+    RECEIPT_SCHEMA: Receipt,
+}
 
 
 def schema_of(name: str) -> dict[str, Any]:

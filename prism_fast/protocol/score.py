@@ -63,7 +63,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Score:
-    """The `score` block's figures (contract.md, section 2)."""
+    """The figures of a manifest's `score` block."""
 
     final_score: float
     prequential_bpb: float

@@ -24,6 +24,7 @@ Winner = Literal["a", "b", "tie"]
 MODES: tuple[Mode, ...] = ("ArchCompare", "TrainCompare", "SystemCompare")
 MATCHED_STOPS = (c.STOP_TOKEN_BUDGET, c.STOP_STEP_BUDGET, c.STOP_FLOPS_BUDGET, c.STOP_DATA_EXHAUSTED)
 TRAJECTORY_MARKS = 16
+MOST = 2.0**53  # tokens, bytes or bits of a run: below it, doubles count
 
 # What both sides must have been measured with, or their figures are on different rulers.
 RULERS = (
@@ -48,8 +49,6 @@ PINNED = (
     ("flops_budget", lambda r: r.spec.flops_budget),
     ("nproc", lambda r: r.spec.world_size),
     ("seal", lambda r: r.spec.seal),
-    ("capture", lambda r: r.spec.capture),
-    ("head", lambda r: r.spec.head),
     ("engine version", lambda r: r.spec.engine_version),
 )
 
@@ -67,13 +66,17 @@ class Step:
     favours: Winner
 
 
-def compare_runs(a_path: Path, b_path: Path, mode: Mode | None = None) -> dict[str, Any]:
+def compare_runs(a_path: Path, b_path: Path, mode: Mode | None = None, *, verify: bool = False) -> dict[str, Any]:
     """The whole report, JSON-ready. `mode` None: worked out from what the two bundles share.
 
     Raises UsageError for runs that cannot be compared at all: no seed in common, other rulers, or a mode that the
-    bundles do not fit. Whatever else is wrong with a run is in the report, under `validity`.
+    bundles do not fit; with `verify` DataError for a seed that does not follow from its receipts. Whatever else is
+    wrong with a run is in the report, under `validity`.
     """
-    a, b = read_run(a_path), read_run(b_path)
+    a, b = read_run(a_path, verify=verify), read_run(b_path, verify=verify)
+    for run in (a, b):
+        for seed in sorted(run.unverified):
+            raise DataError(f"{run.path}: seed {seed} {run.unscored[seed]}; --unverified takes its word")
     seeds = sorted((a.scored.keys() | a.unscored.keys()) & (b.scored.keys() | b.unscored.keys()))
     if not seeds:
         raise UsageError(
@@ -392,5 +395,8 @@ def _code_length(run: SeedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not known.any():
         raise DataError(f"{run.directory / c.TRAIN_SERIES_FILE}: no point with a finite running_bpb")
     tokens = np.array(columns.tokens_seen, np.float64)[known]
-    bits, n_bytes = (bpb * n_bytes)[known], n_bytes[known]
+    bits, n_bytes = bpb[known] * np.minimum(n_bytes[known], MOST), n_bytes[known]
+    rising = (np.diff(tokens, prepend=0.0) > 0) & (np.diff(n_bytes, prepend=0.0) >= 0)
+    if not rising.all() or max(tokens[-1], n_bytes[-1], np.abs(bits).max()) >= MOST:
+        raise DataError(f"{run.directory / c.TRAIN_SERIES_FILE}: columns that are not those of one pass over a text")
     return np.concatenate([[0.0], tokens]), np.concatenate([[0.0], bits]), np.concatenate([[0.0], n_bytes])

@@ -23,7 +23,11 @@ def print_dry_run(document: dict[str, Any]) -> None:
         table.add_row(kind, finding["what"], finding["detail"] + rule)
     console.print(table)
     rejected = sum(f["kind"] == "reject" for f in document["findings"])
-    console.print(styled((f"{rejected} would be rejected", "bold red")) if rejected else "nothing would be rejected")
+    verdict = "of what was run, nothing would be rejected"
+    console.print(styled((f"{rejected} would be rejected", "bold red")) if rejected else verdict)
+    for title, sentences in (("ran", document["ran"]), ("not run", document["not_run"])):
+        for sentence in sentences:
+            console.print(f"{title}: {sentence}", highlight=False, soft_wrap=True, markup=False)
     if (estimate := document["estimate"]) is not None:
         console.print(
             f"one seed here: about {_minutes(estimate['total_s'])} (start {_minutes(estimate['start_s'])}, "

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.campaign import RUNS_DIR, campaign_file, read_campaign
+from prism_fast.protocol.campaign import RUNS_DIR, CampaignRun, campaign_file, read_campaign
 from prism_fast.protocol.errors import DataError, UsageError
 from prism_fast.report.runs import read_run
 
@@ -64,11 +64,12 @@ def _place(row: Row) -> tuple[int, bool, float, str, str]:
     return (-row.quantum, row.committed_at is None, row.committed_at or 0.0, row.submission_id, row.path)
 
 
-def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[str, Any]:
+def rank_runs(paths: Sequence[Path], submissions: Path | None = None, *, verify: bool = False) -> dict[str, Any]:
     """The leaderboard of run directories and campaigns, JSON-ready (`prism_leaderboard.v1`).
 
     `submissions`: a JSON file {submission_id: {"key": ..., "committed_at": ...}}. Without a key of its own a
-    submission is its own key. A run with a seed that was not scored is not ranked, and listed with the reason.
+    submission is its own key. A run with a seed that was not scored, with a damaged file, or with `verify` a seed that
+    does not follow from its receipts, is not ranked, and listed with the reason.
     Raises UsageError for runs of several accountings, whose scores are on different rulers.
     """
     known = read_submissions(submissions) if submissions is not None else {}
@@ -76,10 +77,14 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
     unranked: list[Any] = []
     for path in paths:
         if (file := campaign_file(path)) is not None:
-            for row, left_out in _campaign_rows(file, known):
+            for row, left_out in _campaign_rows(file, known, verify):
                 (rows if row is not None else unranked).append(row or left_out)
             continue
-        run = read_run(path)
+        try:
+            run = read_run(path, verify=verify)
+        except DataError as error:
+            unranked.append({"path": str(path), "submission_id": path.name, "reason": str(error)})
+            continue
         if run.unscored or not run.scored:
             seed, reason = next(iter(run.unscored.items()))
             unranked.append({"path": str(path), "submission_id": run.submission_id, "reason": f"seed {seed} {reason}"})
@@ -118,7 +123,9 @@ def rank_runs(paths: Sequence[Path], submissions: Path | None = None) -> dict[st
     }
 
 
-def _campaign_rows(file: Path, known: dict[str, Submission]) -> Iterator[tuple[Row | None, dict[str, str] | None]]:
+def _campaign_rows(
+    file: Path, known: dict[str, Submission], verify: bool
+) -> Iterator[tuple[Row | None, dict[str, str] | None]]:
     """Each submission of a campaign's results: its row, or why it has none."""
     for submission_id, group in groupby(read_campaign(file), key=lambda run: run.submission_id):
         runs = list(group)
@@ -127,6 +134,11 @@ def _campaign_rows(file: Path, known: dict[str, Submission]) -> Iterator[tuple[R
         if short is not None:
             said = f"{short.status}: {short.message}" if short.message else short.status
             yield None, {"path": path, "submission_id": submission_id, "reason": f"seed {short.seed} {said}"}
+            continue
+        reasons = ((run.seed, _unverified(file.parent, run)) for run in runs) if verify else ()
+        wrong = next(((seed, reason) for seed, reason in reasons if reason is not None), None)
+        if wrong is not None:
+            yield None, {"path": path, "submission_id": submission_id, "reason": f"seed {wrong[0]} {wrong[1]}"}
             continue
         submission = known.get(submission_id, Submission())
         row = Row(
@@ -139,6 +151,21 @@ def _campaign_rows(file: Path, known: dict[str, Submission]) -> Iterator[tuple[R
             path=path,
         )
         yield row, None
+
+
+def _unverified(folder: Path, told: CampaignRun) -> str | None:
+    """Why a run in a campaign's `folder` is not what its receipts make of it, or not what the campaign says."""
+    try:
+        run = read_run(folder / (told.run_dir or ""), verify=True)
+    except (UsageError, DataError) as error:
+        return str(error)
+    found = run.scored.get(told.seed)
+    if found is None:
+        return run.unscored.get(told.seed, "is not there")
+    score = found.manifest.score
+    if (told.final_score, told.crown_eligible) != (score.final_score, score.emission_crown_eligible):
+        return f"has final score {score.final_score!r}; the campaign states {told.final_score!r}"
+    return None
 
 
 def read_submissions(path: Path) -> dict[str, Submission]:

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import DataError, UsageError
 from prism_fast.protocol.manifest import RunManifest, RunStatus, ThroughputProfile, TrainSeries
+from prism_fast.protocol.receipts import disagreements
 from prism_fast.protocol.run_spec import RunSpec
 
 M = TypeVar("M", bound=BaseModel)
+MOST = 1e9  # of a score, of bits per byte
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,34 @@ class SeedRun:
         shapes = {a.shape for a in (found.utf8_bytes, found.nats_trained, found.nats_twin)}
         if len(shapes) != 1 or found.utf8_bytes.ndim != 1 or not len(found.utf8_bytes):
             raise DataError(f"{path}: arrays of shapes {sorted(shapes)}; expected three of one length, at least 1")
+        for name, array in vars(found).items():
+            if array.dtype.kind not in "iuf" or not (np.abs(array) < 2.0**53).all():
+                raise DataError(f"{path}: {name} is not an array of amounts")
+        if not found.utf8_bytes.any() or found.utf8_bytes.min() < 0:
+            raise DataError(f"{path}: documents without a byte, or with fewer than none")
         return found
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's directory: its scored seeds by seed, and what became of the others."""
+    """A run's directory: its scored seeds by seed, and what became of the others. `unverified`: those that are among
+    the others because they do not follow from their receipts."""
 
     path: Path
     scored: dict[int, SeedRun]
     unscored: dict[int, str]
+    unverified: frozenset[int] = frozenset()
 
     @property
     def submission_id(self) -> str:
         return next(iter(self.scored.values())).manifest.submission_id if self.scored else self.path.name
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, *, verify: bool = False) -> Run:
     """Reads `path`: what `prism-fast score --out` wrote, or one of its seed directories.
+
+    `verify`: a seed that does not follow from its receipts counts as not scored, with the first disagreement. So does
+    one whose figures are no finite numbers, verified or not.
 
     Raises UsageError when it is neither, DataError when a file of a scored seed is not what it should be.
     """
@@ -92,7 +104,7 @@ def read_run(path: Path) -> Run:
         directories = [path]
     if not directories:
         raise UsageError(f"{path}: no run in it; expected seed-*/{c.RUN_STATUS_FILE} as `prism-fast score` writes them")
-    scored, unscored = {}, {}
+    scored, unscored, unverified = {}, {}, set()
     for directory in directories:
         status = _read(directory / c.RUN_STATUS_FILE, RunStatus)
         spec_path = directory / c.RUN_SPEC_FILE
@@ -101,13 +113,27 @@ def read_run(path: Path) -> Run:
             unscored[seed] = f"{status.status}: {status.message}" if status.message else status.status
             continue
         run = SeedRun(directory, _read(spec_path, RunSpec), _read(directory / c.RUN_MANIFEST_FILE, RunManifest))
+        fault = next(disagreements(directory), None) if verify else None
+        if fault is None and (name := _not_finite(run.manifest)) is not None:
+            fault = f"score.{name} is no finite number below {MOST:g}"
+        if fault is not None:
+            unscored[run.seed] = f"does not verify: {fault}" if verify else fault
+            if verify:
+                unverified.add(run.seed)
+            continue
         if run.seed in scored:
             raise DataError(f"{directory}: seed {run.seed} is there twice; expected each seed once")
         scored[run.seed] = run
     bundles = {s.manifest.engine.bundle_sha256 for s in scored.values()}
     if len(bundles) > 1:
         raise DataError(f"{path}: seeds of {len(bundles)} different bundles; expected the seeds of one")
-    return Run(path, scored, unscored)
+    return Run(path, scored, unscored, frozenset(unverified))
+
+
+def _not_finite(manifest: RunManifest) -> str | None:
+    """The first figure of the score that is not finite, or too large to be one."""
+    figures = manifest.score.model_dump()
+    return next((n for n, v in figures.items() if isinstance(v, float) and not abs(v) < MOST), None)
 
 
 def _read(path: Path, model: type[M]) -> M:

@@ -1,8 +1,10 @@
 """A campaign's bookkeeping: verdicts stand, machine faults are tried again, what is done is not done twice."""
 
+import os
 import sqlite3
 import subprocess
 import sys
+import zipfile
 
 import orjson
 import pytest
@@ -254,3 +256,32 @@ def test_a_write_that_was_cut_off_is_not_there(tmp_path):
     assert [run.submission_id for run in read_campaign(store.file)] == ["s"]
     with Store(tmp_path, OPTIONS) as store:
         assert [run.submission_id for run in store.runs()] == ["s"]
+
+
+def test_a_damaged_submission_of_any_name_is_a_row_and_the_campaign_goes_on(submissions, tmp_path):
+    """Cut, mangled and misnamed archives, a folder that cannot be listed, names that are no UTF-8 or two lines."""
+    good = tmp_path / "good.zip"
+    with zipfile.ZipFile(good, "w", zipfile.ZIP_LZMA) as archive:
+        archive.write(submissions / "a/architecture.py", "architecture.py")
+        archive.write(submissions / "a/training.py", "training.py")
+    data = good.read_bytes()
+    for name, content in {
+        b"cut.zip": data[:200],
+        b"empty.zip": b"",
+        b"lzma.zip": data,
+        b"no\xffutf8.zip": data[:100] + b"\x00" * 30 + data[130:],
+        b"two\nlines.zip": data.replace(b"architecture.py", b"\xe4rchitecture.py"),
+    }.items():
+        (submissions / os.fsdecode(name)).write_bytes(content)
+    (submissions / "empty folder").mkdir()
+    pool = ScriptedPool()
+    assert run(submissions, tmp_path / "out", pool, seeds=(1,)) == 0
+    assert sorted(job.bundle.name for job in pool.jobs) == ["a", "b"]
+    rejected = {r.submission_id: r for r in read_campaign(tmp_path / "out" / CAMPAIGN_FILE) if r.status == "rejected"}
+    assert set(rejected) == {
+        "cut.zip", "empty.zip", "lzma.zip", "no\\xffutf8.zip", "two\\x0alines.zip", "empty folder"
+    }  # fmt: skip
+    for row in rejected.values():
+        assert row.exit_code == 3 and row.rule == "prism:bundle-shape"
+        assert row.message.isprintable() and str(submissions) in row.message
+    orjson.dumps(rank_runs([tmp_path / "out"]))

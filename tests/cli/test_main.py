@@ -1,5 +1,6 @@
 """The command line as a person meets it."""
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,19 @@ def test_doctor_reports_every_area_and_finds_nothing_broken_here():
     for area in ("machine", "torch", "device", "kernels", "tokenizer", "data", "isolation", "launch"):
         assert f'"area": "{area}"' in done.stdout
     assert '"broken"' not in done.stdout
+
+
+def test_names_that_are_no_utf_8_and_terminals_that_are_not_are_no_tracebacks(tmp_path):
+    place = tmp_path / os.fsdecode(b"no\xff")
+    place.mkdir()
+    for arguments in (("check", place), ("verify", place), ("program", place), ("rank", place), ("--help",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "prism_fast.cli.main", *arguments],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            timeout=120,
+        )
+        assert done.returncode in (0, 2, 3, 5) and b"Traceback" not in done.stderr, done.stderr.decode()
 
 
 def test_the_package_and_its_core_are_of_one_version():

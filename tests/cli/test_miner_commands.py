@@ -52,6 +52,7 @@ def test_try_names_a_bundle_of_the_wrong_shape_without_running_it(tmp_path):
     document = orjson.loads(done.stdout)
     assert not document["ok"] and document["estimate"] is None
     assert [(f["kind"], f["rule"]) for f in document["findings"]] == [("reject", "prism:bundle-shape")]
+    assert document["ran"] == ["the scripts were read"] and document["not_run"] == ["the bundle itself"]
 
 
 @pytest.mark.slow
@@ -62,6 +63,9 @@ def test_try_finds_nothing_in_a_starter_and_says_how_long_scoring_takes(tmp_path
     document = orjson.loads(done.stdout)
     assert document["ok"] and {f["kind"] for f in document["findings"]} <= {"ok", "warn"}
     assert {"forced init", "probes", "parameters", "shapes"} <= {f["what"] for f in document["findings"]}
+    assert any("seed 1337" in ran and "batches" in ran for ran in document["ran"])
+    assert any(word.startswith("seeds 2027") for word in document["not_run"])
+    assert any("several ranks" in word for word in document["not_run"])
     estimate = document["estimate"]
     assert estimate["token_budget"] == 500_000 and 0 < estimate["tokens"] <= 500_000
     assert estimate["total_s"] == pytest.approx(estimate["start_s"] + estimate["train_s"] + estimate["heldout_s"])

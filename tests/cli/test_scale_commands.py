@@ -81,19 +81,19 @@ def test_functional_check_quotes_the_rank_that_failed_and_exits_3(command, tmp_p
 
 def test_compare_prints_the_verdict_and_writes_the_report(command, tmp_path):
     a, b = write_run(tmp_path / "a", bundle="A"), write_run(tmp_path / "b", bundle="B", trained_bpb=2.1)
-    result = command("compare", a, b, "--out", tmp_path / "report.json")
+    result = command("compare", "--unverified", a, b, "--out", tmp_path / "report.json")
     assert result.exit_code == 0
     assert "winner: a (A), decided by heldout_delta" in result.stdout
     assert "provisional" not in result.stdout
     report = orjson.loads((tmp_path / "report.json").read_bytes())
-    assert report == orjson.loads(command("compare", a, b, "--json").stdout)
+    assert report == orjson.loads(command("compare", "--unverified", a, b, "--json").stdout)
     assert report["schema"] == "prism_compare_report.v1"
 
 
 def test_compare_says_what_makes_it_provisional_or_invalid(command, tmp_path):
     a = write_run(tmp_path / "a", seeds=(1,), stopped_reason="wall_clock", spec={"token_budget": 9})
     b = write_run(tmp_path / "b", seeds=(1,))
-    out = command("compare", a, b).stdout
+    out = command("compare", "--unverified", a, b).stdout
     assert "not valid: a: seed 1 stopped by wall_clock" in out
     assert "not matched: token_budget is 9 for a and 500000 for b" in out
     assert "provisional: a public claim needs 3 seeds" in out
@@ -101,17 +101,19 @@ def test_compare_says_what_makes_it_provisional_or_invalid(command, tmp_path):
 
 def test_compare_shows_every_kind_of_verdict(command, tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-    assert "tie" in command("compare", a, b).stdout.splitlines()[-1]
+    assert "tie" in command("compare", "--unverified", a, b).stdout.splitlines()[-1]
     more = write_run(tmp_path / "more", batches=30)
-    assert "no winner: the pair is not valid" in command("compare", a, more).stdout
+    assert "no winner: the pair is not valid" in command("compare", "--unverified", a, more).stdout
 
 
 def test_figures_are_whole_on_a_narrow_terminal(command, tmp_path, monkeypatch):
     a, b = write_run(tmp_path / "a", bundle="A"), write_run(tmp_path / "b", bundle="B", trained_bpb=2.1)
     monkeypatch.setenv("COLUMNS", "80")
-    report, board = command("compare", a, b).stdout, command("rank", a, b).stdout
+    report, board = command("compare", "--unverified", a, b).stdout, command("rank", "--unverified", a, b).stdout
     assert all(name in report for name in ("heldout_delta", "prequential_bpb", "overfit_rate", "0.10000"))
-    assert f"{orjson.loads(command('rank', a, b, '--json').stdout)['rows'][0]['final_score']:.9f}" in board
+    assert (
+        f"{orjson.loads(command('rank', '--unverified', a, b, '--json').stdout)['rows'][0]['final_score']:.9f}" in board
+    )
     assert "\u2026" not in report + board
 
 
@@ -122,16 +124,18 @@ def test_rank_prints_the_board(command, tmp_path):
     a = write_run(tmp_path / "a", bundle="A", trained_bpb=2.0)
     b = write_run(tmp_path / "b", bundle="B", trained_bpb=1.9, eligible=False)
     broken = write_run(tmp_path / "c", bundle="C", per_seed={2027: {"status": "failed"}})
-    out = command("rank", a, b, broken).stdout
+    out = command("rank", "--unverified", a, b, broken).stdout
     assert out.index("B") < out.index("A")
     assert "not crown eligible" in out and "crown" in out
     assert "not ranked" in out and "seed 2027 failed" in out
-    assert [r["submission_id"] for r in orjson.loads(command("rank", a, b, "--json").stdout)["rows"]] == ["B", "A"]
+    assert [
+        r["submission_id"] for r in orjson.loads(command("rank", "--unverified", a, b, "--json").stdout)["rows"]
+    ] == ["B", "A"]
 
 
 def test_rank_names_a_file_that_is_not_there(command, tmp_path):
     with pytest.raises(DataError, match=r"submissions\.json: No such file"):
-        command("rank", write_run(tmp_path / "a"), "--submissions", tmp_path / "submissions.json")
+        command("rank", "--unverified", write_run(tmp_path / "a"), "--submissions", tmp_path / "submissions.json")
 
 
 # ------------------------------------------------------------------------------------------- readiness, ladder, annex

@@ -1,4 +1,4 @@
-"""The packed stream against a plain-Python reading of numerics.md, and the promises of its buffers and state."""
+"""The packed stream against a plain-Python reading of docs/numerics.md, and the promises of its buffers and state."""
 
 from __future__ import annotations
 

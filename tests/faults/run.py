@@ -70,9 +70,9 @@ def command_line(pid: int) -> str | None:
 
 
 def role(command: str) -> str:
-    for word in ("bwrap", "harness.torchrun", "harness.runner", "harness.evaluator"):
+    for word in ("bwrap", "process.torchrun", "trainer.rank", "executor.main", "tracer.main"):
         if word in command:
-            return word.removeprefix("harness.")
+            return word
     return "other"
 
 

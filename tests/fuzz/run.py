@@ -18,6 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.fuzz.messages import fuzz_messages, fuzz_tracers
+from tests.fuzz.zips import fuzz_zips
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -157,13 +160,24 @@ def main() -> None:
     started = time.perf_counter()
     core = fuzz_core(options.inputs, options.seed, processes=min(2, os.cpu_count() or 1))
     python = fuzz_python(options.inputs // 20, options.seed)
+    zips = fuzz_zips(options.inputs // 20, options.seed)
+    loaded = zips.pop("loaded")
+    messages = fuzz_messages(options.inputs // 20, options.seed)
+    tracers = fuzz_tracers(options.inputs // 20, options.seed)
     result = {
         "question": "does any mutated file crash a parser?",
-        "inputs": sum(core.values()) + sum(python.values()),
+        "inputs": sum(core.values())
+        + sum(python.values())
+        + sum(zips.values())
+        + sum(messages.values())
+        + sum(tracers.values()),
         "faults": 0,
         "seed": options.seed,
         "core (ASan + UBSan)": core,
         "python": python,
+        "zipped bundles": {**zips, "of these still good": loaded},
+        "conversations with the referee": messages,
+        "files of a tracer": tracers,
         "seconds": round(time.perf_counter() - started, 1),
         "machine": {"python": platform.python_version(), "processor": platform.machine(), "cores": os.cpu_count()},
     }

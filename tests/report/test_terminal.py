@@ -53,7 +53,7 @@ CONTRACT = {
     "nccl_advisory": None,
 }
 FINDING = {"kind": "reject", "what": NAME, "detail": NAME, "rule": NAME}
-DRY_RUN = {"submission_id": NAME, "findings": [FINDING], "estimate": None}
+DRY_RUN = {"submission_id": NAME, "findings": [FINDING], "ran": [NAME], "not_run": [NAME], "estimate": None}
 RUN = CampaignRun.model_construct(
     submission_id=NAME, seed=1, status="failed", rule=NAME, final_score=None, message=NAME, exit_code=4
 )
@@ -61,7 +61,7 @@ PRINTERS = {
     "rank": (lambda: scale_tables.print_leaderboard(LEADERBOARD), 4),
     "readiness": (lambda: scale_tables.print_readiness(READINESS), 5),
     "check": (lambda: scale_tables.print_contract(CONTRACT), 5),
-    "try": (lambda: dry_run_table.print_dry_run(DRY_RUN), 4),
+    "try": (lambda: dry_run_table.print_dry_run(DRY_RUN), 6),
     "doctor": (lambda: tables.print_findings([(NAME, NAME, "broken", NAME)]), 3),
     "campaign": (lambda: terminal().print(campaign_table.campaign_table([RUN])), 2),
 }

@@ -27,7 +27,7 @@ def examine() -> list[Finding]:
     findings += _torch()
     findings += _core()
     findings += _tokenizers()
-    findings += [_sample(), _isolation(), _torchrun()]
+    findings += [_sample(), _isolation(), _text(), _torchrun()]
     return findings
 
 
@@ -97,6 +97,22 @@ def _isolation() -> Finding:
     if fault is not None:
         return Finding("isolation", "bwrap", "missing", fault)
     return Finding("isolation", "bwrap", "ok", "user, network, PID and mount namespaces work")
+
+
+def _text() -> Finding:
+    """Whether a sandbox can keep text from a bundle: the cache's, and that of the default mounts."""
+    from prism_fast.data.corpus import default_cache_dir
+    from prism_fast.harness.process.isolation import check_hideable, data_places
+    from prism_fast.protocol.errors import PrismError
+    from prism_fast.protocol.settings import read_settings
+
+    try:
+        settings = read_settings()
+        mounts = (settings.base_eval_train_data_dir, settings.base_eval_val_data_dir)
+        check_hideable([default_cache_dir(), *data_places(places=tuple(str(m) for m in mounts if m))])
+    except PrismError as error:
+        return Finding("isolation", "text", "broken", str(error))
+    return Finding("isolation", "text", "ok", "the cache and the mounts can be hidden from a bundle")
 
 
 def _torchrun() -> Finding:

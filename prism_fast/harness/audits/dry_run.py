@@ -17,6 +17,7 @@ import orjson
 from prism_fast.data.corpus import resolve_data
 from prism_fast.harness.bundle.bundle import load_bundle
 from prism_fast.harness.bundle.static_contract import check_static_contract
+from prism_fast.harness.process.kept_logs import with_kept_logs
 from prism_fast.harness.referee.referee import score_bundle
 from prism_fast.harness.referee.request import Reporter, ScoreRequest
 from prism_fast.protocol import constants as c
@@ -27,6 +28,7 @@ from prism_fast.protocol.pins import ProtocolPin
 Kind = Literal["reject", "warn", "ok"]
 TRIAL_SECONDS = 20.0
 TRIAL_VAL_BYTES = 4000
+READ = "the scripts were read, for the distributed contract at 2 and 8 ranks"
 HELDOUT_PASSES = ("twin", "trained", "train_prefix")
 ZEROING_FLAGS = {"step0_anomaly": "the first loss is too good for a random init"}
 
@@ -58,12 +60,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything `try` found. `exit_code` is what official scoring would end with."""
+    """Everything `try` found. `exit_code` is what official scoring would end with, as far as `ran` goes; `not_run` is
+    what it does beyond that, of which nothing is said."""
 
     submission_id: str
     findings: tuple[Finding, ...]
     estimate: Estimate | None
     exit_code: int
+    ran: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
 
     @property
     def rejected(self) -> bool:
@@ -76,6 +81,8 @@ class DryRun:
             "ok": not self.rejected,
             "exit_code": self.exit_code,
             "findings": [asdict(f) for f in self.findings],
+            "ran": list(self.ran),
+            "not_run": list(self.not_run),
             "estimate": None if self.estimate is None else {**asdict(self.estimate), "total_s": self.estimate.total_s},
         }
 
@@ -99,7 +106,7 @@ def try_bundle(
         bundle = load_bundle(path)
     except BundleRejected as error:
         found = Finding("reject", "bundle", str(error), error.rule)
-        return DryRun(path.name, (found,), None, error.exit_code)
+        return DryRun(path.name, (found,), None, error.exit_code, ("the scripts were read",), ("the bundle itself",))
     findings = [Finding("ok", "bundle", f"two scripts, {sum(map(len, bundle.scripts.values())):,} bytes")]
     static = check_static_contract(bundle, "reject")
     findings += [
@@ -126,24 +133,60 @@ def try_bundle(
             seal=seal,
             isolation=isolation,
             cache_dir=cache_dir,
+            compare_state=True,
         )
         summary = score_bundle(request, reporter)
         result = summary.seeds[0]
         run_dir = Path(out) / result.run_dir
         if result.status != "scored":
             said = _traceback(run_dir / c.TRAINER_LOG_FILE)
-            detail = (result.message or result.status) + (f"\n{said}" if said else "")
+            detail = with_kept_logs(result.message or result.status, run_dir) + (f"\n{said}" if said else "")
             findings.append(Finding("reject", "dry run", detail, result.rule))
-            return DryRun(summary.submission_id, tuple(findings), None, result.exit_code)
+            begun = (READ, f"seed {result.seed} under {pin.protocol_id}, {seal}, until it failed")
+            return DryRun(summary.submission_id, tuple(findings), None, result.exit_code, begun, ("what comes after",))
         manifest = RunManifest.model_validate_json((run_dir / c.RUN_MANIFEST_FILE).read_bytes())
         profile = ThroughputProfile.model_validate_json((run_dir / c.THROUGHPUT_PROFILE_FILE).read_bytes())
         corpus = resolve_data(data, pin.tokenizer, cache_dir)
         val_tokens = corpus.split("val").tokens if "val" in corpus.splits else 0
         estimate = _estimate(run_dir, manifest, profile, pin, val_tokens)
+        device = manifest.run.device
+        findings += _of_state(run_dir)
     findings += _of_run(manifest, pin)
     findings += _of_time(manifest, estimate, pin)
     rejected = any(f.kind == "reject" for f in findings)
-    return DryRun(summary.submission_id, tuple(findings), estimate, EXIT_BUNDLE_REJECTED if rejected else EXIT_SCORED)
+    code = EXIT_BUNDLE_REJECTED if rejected else EXIT_SCORED
+    ran, not_run = _extent(manifest, pin, estimate, val_tokens, device)
+    return DryRun(summary.submission_id, tuple(findings), estimate, code, ran, not_run)
+
+
+def _extent(
+    manifest: RunManifest, pin: ProtocolPin, estimate: Estimate, val_tokens: int, device: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """-> (what was run, what official scoring runs beyond it), a sentence each."""
+    engine, metrics = manifest.engine, manifest.metrics
+    held_out = manifest.score.val_bpb_trained is not None
+    where = f"{engine.seal}, isolation {engine.isolation}, on {device}"
+    ran = [
+        READ,
+        f"seed {manifest.run.seed}: {metrics.consumed_batches:,} batches, {metrics.tokens_seen:,} tokens, {where}",
+    ]
+    ran += [f"held-out: the first {TRIAL_VAL_BYTES:,} bytes of the val split"] if held_out else []
+    beyond = []
+    if (rest := estimate.token_budget - metrics.tokens_seen) > 0:
+        beyond.append(
+            f"training: the {rest:,} tokens after those, with whatever train(ctx) does later on and at its end"
+        )
+    if len(pin.seeds) > 1:
+        beyond.append(f"seeds {', '.join(str(seed) for seed in pin.seeds[1:])}")
+    beyond.append("held-out: the rest of the val split" if held_out and val_tokens else "held-out scoring")
+    beyond.append("several ranks: training.py was read; `prism-fast check --functional` runs it")
+    if not device.startswith("cuda"):
+        beyond.append("a GPU")
+    if engine.seal != "sealed":
+        beyond.append("sealed scoring: the forced init, the probes, the sandbox")
+    elif engine.isolation != "bwrap":
+        beyond.append("the sandbox: bubblewrap cannot isolate here")
+    return tuple(ran), tuple(beyond)
 
 
 # ------------------------------------------------------------------------------------------------------------ findings
@@ -166,6 +209,12 @@ def _of_run(manifest: RunManifest, pin: ProtocolPin) -> list[Finding]:
         )
     if engine.seq_len != pin.seq_len:
         found.append(Finding("warn", "sequence length", f"asks for {engine.seq_len}; the pin's is {pin.seq_len}"))
+    if engine.programs:
+        widths = ", ".join(str(p.width) for p in engine.programs)
+        operators = max(p.operators for p in engine.programs)
+        found.append(
+            Finding("ok", "program", f"{operators:,} operators, rows of {widths} tokens: see `prism-fast program`")
+        )
     if sealed:
         found.append(Finding("ok", "forced init", "the first weights are build_model's own, bit for bit"))
     else:
@@ -176,9 +225,28 @@ def _of_run(manifest: RunManifest, pin: ProtocolPin) -> list[Finding]:
     zeroed = sorted(flagged & set(ZEROING_FLAGS))
     found += [Finding("reject", flag, f"{ZEROING_FLAGS[flag]}: the score is 0") for flag in zeroed]
     if sealed and not rules:
-        found.append(Finding("ok", "probes", f"{engine.probes} batches probed: causal, and the same twice"))
+        found.append(Finding("ok", "probes", f"{engine.probes} rows run again with other text after a cut: causal"))
     found += [Finding("warn", "flag", flag) for flag in sorted(flagged - set(rules) - set(zeroed))]
     return found
+
+
+def _of_state(run_dir: Path) -> list[Finding]:
+    """What the trained model computes that its state dict does not say: no score sees it."""
+    path = run_dir / c.OUTSIDE_STATE_FILE
+    if not path.is_file():
+        return []
+    found = orjson.loads(path.read_bytes())
+    if found["differs"] == 0.0:
+        return [Finding("ok", "state", "the trained model is build_model's with its state dict, and nothing else")]
+    named = f" ({', '.join(found['attributes'])})" if found["attributes"] else ""
+    return [
+        Finding(
+            "warn",
+            "state",
+            f"the trained model's logits differ by up to {found['differs']:.3g} from those of build_model(ctx) with "
+            f"its state dict{named}: what is kept in attributes is not scored; register it as a buffer",
+        )
+    ]
 
 
 def _of_time(manifest: RunManifest, estimate: Estimate, pin: ProtocolPin) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""The functional distributed contract (contract.md, section 5): the bundle itself, under torchrun and gloo.
+"""The functional distributed contract (`check --functional`): the bundle itself, under torchrun and gloo.
 
 Two and four ranks train for a few steps on the CPU. What must hold then: the loss falls, the parameters are the same
 bytes on every rank, the ranks' batches are the stream's batches and nobody's twice, what the bundle all-reduces
@@ -21,16 +21,19 @@ import prism_fast
 from prism_fast.harness.bundle.bundle import Bundle
 from prism_fast.harness.bundle.static_contract import check_single_node
 from prism_fast.harness.process import wire
+from prism_fast.harness.process.artifacts import files_below
 from prism_fast.harness.process.interrupt import StopFlag
 from prism_fast.harness.process.isolation import Sandbox
+from prism_fast.harness.process.jobs import RankFacts, digest_of_tokens
+from prism_fast.harness.process.kept_logs import keeping_logs
 from prism_fast.harness.referee.launch import Trainer, TrainerResult
 from prism_fast.harness.referee.ledger import Ledger
 from prism_fast.harness.referee.request import Prepared
 from prism_fast.harness.referee.seed_run import ASSETS, bundle_environment
-from prism_fast.harness.trainer.rank_report import RankFacts, digest_of_tokens
 from prism_fast.protocol import constants as c
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import BudgetExceeded, EngineFault, PrismError
+from prism_fast.protocol.file_names import escaped
 from prism_fast.protocol.run_spec import RunSpec
 
 WORLDS = (2, 4)
@@ -190,20 +193,6 @@ class _Trial(Trainer):
         super()._check_end(returncode)
 
 
-@dataclass(frozen=True)
-class _DataSandbox(Sandbox):
-    """The trainer's sandbox with a packed corpus to read: these ranks read the stream themselves."""
-
-    corpus: Path = Path()
-
-    def trainer(self, command: list[str], bundle_dir: Path, channel_dir: Path, artifacts_dir: Path) -> list[str]:
-        wrapped = super().trainer(command, bundle_dir, channel_dir, artifacts_dir)
-        if self.kind == "none":
-            return wrapped
-        at = wrapped.index("--")
-        return [*wrapped[:at], "--ro-bind", str(self.corpus), str(self.corpus), *wrapped[at:]]
-
-
 def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[str, str]) -> RunReport:
     spec = _spec(bundle, trial, world, device)
     backend = "gloo" if device == "cpu" else "nccl"
@@ -216,6 +205,7 @@ def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[s
         folder = Path(trial.corpus.folder).absolute()
         prepared = Prepared(bundle, trial.corpus, None, trial.tokenizer, None, trial.isolation)
         ledger = Ledger(run_dir, world)
+        ledger.bind(bytes.fromhex(spec.hash))
         trainer = _Trial(
             spec,
             {
@@ -233,11 +223,12 @@ def _run(bundle: Bundle, trial: Trial, world: int, *, device: str, extra: dict[s
             ledger,
             StopFlag(),
             lambda seen, elapsed: None,
-            _DataSandbox(trial.isolation, corpus=folder),
+            Sandbox(trial.isolation, readable=(folder,)),  # these ranks read the stream themselves
         )
         trainer.limit_s = trial.limit_s if device == "cpu" else min(trial.limit_s, NCCL_LIMIT_S)
         try:
-            result = trainer.run()
+            with keeping_logs(run_dir):
+                result = trainer.run()
         except EngineFault:
             raise
         except PrismError as error:
@@ -362,7 +353,7 @@ def _torn_down(reports: dict[int, RankFacts], returncode: int | None) -> Check:
 
 def _only_rank0_wrote(artifacts: Path, world: int) -> Check:
     written = {
-        rank: sorted(str(p.relative_to(artifacts)) for p in (artifacts / f"rank-{rank}").rglob("*") if not p.is_dir())
+        rank: [escaped(path.relative_to(artifacts)) for path in files_below(artifacts / f"rank-{rank}")]
         for rank in range(world)
     }
     others = [name for rank in range(1, world) for name in written[rank]]

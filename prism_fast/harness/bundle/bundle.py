@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import zipfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from prism_fast.harness.bundle.archive import is_archive, read_scripts
+from prism_fast.harness.bundle.script.source import on_a_fresh_stack
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, UsageError
 
 SCRIPTS = {"architecture.py": "build_model", "training.py": "train"}
 MAX_SCRIPT_BYTES = 128 * 1024  # scripts, not weights: what a bundle can carry in is bounded by this
+MAX_NAME_BYTES = 160  # folders are called by it, with a digest, a seed and an attempt behind it: 255 in all
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,26 @@ def load_bundle(path: str | Path) -> Bundle:
     path = Path(path)
     if path.is_dir():
         scripts = {name: _read_plain(path / name) for name in SCRIPTS}
-    elif path.is_file() and zipfile.is_zipfile(path):
-        scripts = _read_zip(path)
+    elif path.is_file() and is_archive(path):
+        scripts = read_scripts(path, SCRIPTS, MAX_SCRIPT_BYTES)
     elif path.exists():
         raise UsageError(f"{path}: not a bundle; expected a directory or a .zip holding {_both()}")
     else:
         raise UsageError(f"{path}: no such bundle; expected a directory or a .zip holding {_both()}")
     for name, entry_point in SCRIPTS.items():
         _check_script(path, name, scripts[name], entry_point)
+    return Bundle(name=submission_name(path), scripts=scripts)
+
+
+def submission_name(path: Path) -> str:
+    """What a submission at `path` is called in files, folders, logs and terminals.
+
+    No control characters, no bytes that are not UTF-8, no name of a folder's own, and short enough to stand in one.
+    """
     name = path.resolve().name.removesuffix(".zip")
-    # The name goes into files, logs and terminals: no control characters, no bytes that are not UTF-8.
-    return Bundle(name="".join(ch if ch.isprintable() else "_" for ch in name), scripts=scripts)
+    name = "".join(ch if ch.isprintable() and ch != "/" else "_" for ch in name)
+    name = name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+    return "_" if name in ("", ".", "..") else name
 
 
 def _both() -> str:
@@ -75,53 +87,38 @@ def _reject(message: str) -> BundleRejected:
 
 
 def _read_plain(file: Path) -> bytes:
-    if not file.is_file():
-        raise _reject(f"{file.parent}: no {file.name}; a bundle holds {_both()}")
-    if file.stat().st_size > MAX_SCRIPT_BYTES:
-        raise _reject(f"{file}: {file.stat().st_size} bytes; expected at most {MAX_SCRIPT_BYTES}")
-    return file.read_bytes()
-
-
-def _read_zip(path: Path) -> dict[str, bytes]:
-    """The scripts may lie at the archive's root or together in one folder, as zipping a folder leaves them."""
-    scripts: dict[str, bytes] = {}
     try:
-        with zipfile.ZipFile(path) as archive:
-            for name in SCRIPTS:
-                found = [i for i in archive.infolist() if not i.is_dir() and Path(i.filename).name == name]
-                found.sort(key=lambda i: i.filename.count("/"))
-                if not found:
-                    raise _reject(f"{path}: no {name} inside; a bundle holds {_both()}")
-                shallowest = [i for i in found if i.filename.count("/") == found[0].filename.count("/")]
-                if len(shallowest) > 1 or found[0].filename.count("/") > 1:
-                    raise _reject(
-                        f"{path}: {name} stands at {', '.join(i.filename for i in found)}; "
-                        "expected one, at the archive's root or in one folder"
-                    )
-                if found[0].file_size > MAX_SCRIPT_BYTES:
-                    raise _reject(f"{path}: {name} is {found[0].file_size} bytes; expected at most {MAX_SCRIPT_BYTES}")
-                with archive.open(found[0]) as f:
-                    scripts[name] = f.read(MAX_SCRIPT_BYTES + 1)
-                if len(scripts[name]) > MAX_SCRIPT_BYTES:
-                    raise _reject(f"{path}: {name} unpacks to more than {MAX_SCRIPT_BYTES} bytes")
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as e:
-        raise _reject(f"{path}: not a readable zip archive: {e}") from e
-    return scripts
+        if not file.is_file():
+            raise _reject(f"{file.parent}: no {file.name}; a bundle holds {_both()}")
+        with file.open("rb") as stream:
+            source = stream.read(MAX_SCRIPT_BYTES + 1)
+    except OSError as error:
+        raise _reject(f"{file}: cannot be read: {error.strerror or error}") from error
+    if len(source) > MAX_SCRIPT_BYTES:
+        raise _reject(f"{file}: more than {MAX_SCRIPT_BYTES} bytes; expected at most {MAX_SCRIPT_BYTES}")
+    return source
 
 
 def _check_script(path: Path, name: str, source: bytes, entry_point: str) -> None:
     try:
-        tree = ast.parse(source, filename=name)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        line = f" line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else ""
-        raise _reject(f"{path}: {name}{line} is not Python: {e}") from e
-    if not _defines(tree, entry_point):
+        defines = on_a_fresh_stack(lambda: _defines(_parsed(source, name), entry_point))
+    except Exception as error:  # whatever a parser makes of a stranger's bytes
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise _reject(f"{path}: {name}{line} is not Python: {str(error)[:200]}") from error
+    if not defines:
         raise _reject(f"{path}: {name} does not define `{entry_point}(ctx)` at its top level")
 
 
+def _parsed(source: bytes, name: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a stranger's invalid escapes are no news for this terminal
+        return ast.parse(source, filename=name)
+
+
 def _defines(tree: ast.Module, wanted: str) -> bool:
+    top = set(map(id, tree.body))
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted and node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted and id(node) in top:
             return True
         if isinstance(node, ast.Import | ast.ImportFrom) and any((a.asname or a.name) == wanted for a in node.names):
             return True

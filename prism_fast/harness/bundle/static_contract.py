@@ -1,4 +1,4 @@
-"""The static distributed contract of training.py (contract.md, section 5): looked at before anything runs.
+"""The static distributed contract of training.py, read before anything runs: what docs/cli.md calls `--policy`.
 
 `train(ctx)` is followed as every rank of worlds of 2 and 8 (`script.Walk`). A requirement counts as met when every
 one of those ranks may reach it; a write counts as guarded when only rank 0 may. So dead code, helpers nobody calls
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prism_fast.harness.bundle.bundle import Bundle
-from prism_fast.harness.bundle.script import Script, Site, TooLarge, Walk
+from prism_fast.harness.bundle.script import Budget, Script, Site, TooLarge, Walk, on_a_fresh_stack
 from prism_fast.harness.bundle.script.values import UNKNOWN, External, Known, Made, Value
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import BundleRejected, UsageError
@@ -139,22 +139,29 @@ class StaticReport:
 
 
 def check_static_contract(bundle: Bundle, policy: Policy = "reject") -> StaticReport:
-    """Looks at a bundle's scripts. Never raises for what they do: see `StaticReport.enforce`."""
+    """Looks at a bundle's scripts. Never raises for what they do: see `StaticReport.enforce`.
+
+    The ranks are followed on one budget of steps; a script that takes more meets no requirement.
+    """
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}; expected {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     if policy == "off":
         return StaticReport(policy, ())
-    seen: dict[tuple[int, int], _Evidence] = {}
     try:
-        scripts = {name.removesuffix(".py"): Script(source) for name, source in bundle.scripts.items()}
-        for world in WORLDS:
-            for rank in range(world):
-                evidence = seen[world, rank] = _Evidence(rank, world)
-                Walk(scripts, rank, world, evidence).run()
-    except (TooLarge, RecursionError, SyntaxError):  # a parser's depth is what its caller's leaves of the stack
+        seen = on_a_fresh_stack(lambda: _follow(bundle, Budget()))
+    except (TooLarge, RecursionError, SyntaxError):
         detail = "training.py is too large or too deeply nested to follow, so nothing can be said for it"
         return StaticReport(policy, tuple(Requirement(n, RULES[n], False, (), detail) for n in REQUIREMENTS))
     return StaticReport(policy, tuple(_judge(name, seen) for name in REQUIREMENTS))
+
+
+def _follow(bundle: Bundle, budget: Budget) -> dict[tuple[int, int], _Evidence]:
+    """What every rank of every world reaches. Raises TooLarge, RecursionError and SyntaxError."""
+    scripts = {name.removesuffix(".py"): Script(source) for name, source in bundle.scripts.items()}
+    seen = {(world, rank): _Evidence(rank, world) for world in WORLDS for rank in range(world)}
+    for (world, rank), evidence in seen.items():
+        Walk(scripts, rank, world, evidence, budget).run()
+    return seen
 
 
 def check_single_node(nproc: int, nnodes: int = 1) -> None:

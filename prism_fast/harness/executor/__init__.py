@@ -1,1 +1,1 @@
-"""The process that predicts. Started, not imported."""
+"""TRUSTED: runs programs on text and marks them. Imports nothing of a bundle. Started, not imported."""

@@ -1,4 +1,4 @@
-"""`prism_challenge.evaluator.interface`, importable inside a runner process and nowhere else.
+"""`prism_challenge.evaluator.interface`, importable inside a process that hosts a bundle and nowhere else.
 
 Bundles written for the original engine import their context from there. The modules are made in memory, so that
 installing this package can never collide with a real `prism_challenge`.

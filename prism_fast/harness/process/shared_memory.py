@@ -1,14 +1,16 @@
 """Memory shared between processes by file descriptor: no name, no file, gone with the last process that maps it.
 
 Regions are sealed against shrinking, so that no peer can pull a page from under a reader, and can be closed to new
-writers, so that what a trainer wrote can be read by an evaluator and by nobody be written again but the trainer.
+writers, so that what a trainer wrote can be read by an executor and by nobody be written again but the trainer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Any
 
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1033, 0x0002, 0x0004, 0x0010
@@ -50,6 +52,22 @@ class SharedRegion:
             warnings.simplefilter("ignore")  # "buffer is not writable": that is the point
             flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         return flat.as_strided(shape, stride)
+
+    def array(self) -> Any:
+        """The whole region, numpy uint8, writable where the mapping is."""
+        import numpy as np
+
+        return np.frombuffer(self._map, np.uint8)
+
+    @classmethod
+    @contextlib.contextmanager
+    def writer(cls, region: SharedRegion) -> Iterator[SharedRegion]:
+        """A writable mapping of `region` for a while: its owner fills it. Not after `close_to_writers`."""
+        mapping = cls(os.dup(region.fd), writable=True)
+        try:
+            yield mapping
+        finally:
+            mapping.close()
 
     def close(self) -> None:
         """Closes the descriptor; the mapping lives as long as tensors over it do."""

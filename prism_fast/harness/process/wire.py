@@ -1,4 +1,4 @@
-"""Frames between the referee and its runners and evaluators, over Unix stream sockets.
+"""Frames between the referee, its trainer ranks and its executors, over Unix stream sockets.
 
 A frame is a 5-byte header (kind u8, length u32, little-endian) and a body: a fixed record for what happens once a
 batch, JSON for what happens once a run. Kinds in WITH_DESCRIPTOR carry one file descriptor each. The referee is the
@@ -7,6 +7,7 @@ server; a rank that closes without `DONE` or `FAULT` died, and the referee knows
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 from collections import deque
@@ -19,7 +20,7 @@ MAX_BODY_BYTES = 64 << 20
 RECEIVE_BYTES = 1 << 18
 MAX_DESCRIPTORS = 4  # in one read
 
-# runner -> referee
+# trainer rank -> referee
 HELLO = 1  # JSON: rank, pid, secret, machine
 STARTED = 2  # JSON: train(ctx) is about to be entered
 MODEL = 3  # JSON: what is being trained, known at the first batch
@@ -28,28 +29,30 @@ STEPPED = 5  # one OBSERVATIONS_DTYPE record
 READY = 6  # READY_RECORD: may I have this batch? (sealed, and world sizes above 1)
 DONE = 7  # JSON: train returned; final facts
 FAULT = 8  # JSON: rule, message, traceback, kind
-SHARE = 9  # sealed, JSON: the request and the layout of the model's state; answered by REGION
+SHARE = 9  # sealed, JSON: jobs.ShareRequest; answered by REGION
 MAPPED = 10  # sealed: the region is mapped and holds the state
-# referee -> runner
+TRAINED = 11  # JSON: train(ctx) returned; what follows is not its time
+# referee -> trainer rank
 GO = 32
 STOP = 33  # JSON: reason
-REGION = 34  # carries the descriptor of a shared region
+REGION = 34  # JSON: where each tensor of the state belongs; carries the descriptor of the region
 BATCH = 35  # sealed: BATCH_RECORD, then int64 tokens
-# referee -> evaluator
-ADOPT = 48  # JSON: layout, check_init; carries the region's descriptor; answered by ADOPTED
-PREDICT = 49  # PREDICT_RECORD, then int64 tokens; answered by LOGITS, or by NEED and, after REGION, LOGITS
-# evaluator -> referee
-BORN = 64  # JSON: the model is built
-IMPORTING = 68  # bundle code runs from here on: nothing that is said later can be held against the engine
-ADOPTED = 65  # JSON
-NEED = 66  # JSON: dtype, shape, bytes of the logits
-LOGITS = 67  # JSON: dtype, shape, forward_s; head: [weight, bias] by name, where it is the head's input instead
+# referee -> executor
+LOAD = 48  # JSON: jobs.LoadJob; carries a region with the programs; answered by LOADED
+STATE = 49  # JSON: name; carries the region of a state
+PREDICT = 50  # jobs.PREDICT, then int64 tokens and targets; answered by RESULT
+SNAPSHOT = 51  # carries a file to write the weights to; answered by SAVED
+DETAIL = 52  # as PREDICT, of an executor that may tell; answered by NATS
+# executor -> referee
+LOADED = 64  # JSON: jobs.Loaded
+RESULT = 65  # jobs.RESULT, then of held-out rows float64 nats
+SAVED = 66
+NATS = 67  # float64 nats [rows, width], then float64 logits at each row's last target [rows, V]
 
-WITH_DESCRIPTOR = frozenset({REGION, ADOPT})
+WITH_DESCRIPTOR = frozenset({REGION, LOAD, STATE, SNAPSHOT})
 
 READY_RECORD = struct.Struct("<QB")  # index, autocast code
 BATCH_RECORD = struct.Struct("<QIIfff")  # index, rows, width, data wait, predict and scoring seconds
-PREDICT_RECORD = struct.Struct("<IIBB")  # rows, width, autocast code, whether the head's input will do
 AUTOCAST = ("off", "bfloat16", "float16")  # codes of an enclosing autocast
 
 
@@ -72,6 +75,14 @@ class Frame(NamedTuple):
 
 def encode(kind: int, body: bytes = b"") -> bytes:
     return HEADER.pack(kind, len(body)) + body
+
+
+def _json(document: Any) -> bytes:
+    """As UTF-8, whatever text is in it: what a bundle says may quote file names that are none."""
+    try:
+        return orjson.dumps(document, default=str)
+    except TypeError:
+        return json.dumps(document, default=str, ensure_ascii=False).encode(errors="replace")
 
 
 class FrameDecoder:
@@ -126,7 +137,7 @@ class Channel:
             self.socket.settimeout(None)
 
     def send_json(self, kind: int, document: Any, *, fd: int | None = None, timeout: float | None = None) -> None:
-        self.send(kind, orjson.dumps(document, default=str), fd=fd, timeout=timeout)
+        self.send(kind, _json(document), fd=fd, timeout=timeout)
 
     def receive(self, timeout: float | None = None) -> Frame:
         """The next frame. Raises TimeoutError, PeerClosed, FrameError."""
@@ -174,7 +185,7 @@ class Channel:
         self.socket.close()
 
 
-class RunnerChannel(Channel):
+class RankChannel(Channel):
     """A rank's end of the socket."""
 
     def __init__(self, path: str) -> None:

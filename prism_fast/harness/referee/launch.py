@@ -11,9 +11,7 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,15 +21,15 @@ from typing import Any
 
 import orjson
 
-from prism_fast.harness.process import wire
+from prism_fast.harness.process import jobs, wire
 from prism_fast.harness.process.artifacts import EVERYTHING, MAX_DEPTH, directory_bytes, make_removable
+from prism_fast.harness.process.commands import child_command, child_environment, nothing_to_read
 from prism_fast.harness.process.die_with_parent import adopt_orphans
 from prism_fast.harness.process.interrupt import StopFlag
 from prism_fast.harness.process.isolation import Sandbox
 from prism_fast.harness.process.processes import descendants, end_processes
-from prism_fast.harness.referee.evaluator_client import reported_fault
 from prism_fast.harness.referee.ledger import Ledger
-from prism_fast.harness.referee.sealed import SealedSession
+from prism_fast.harness.referee.session import SealedSession
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import (
     ArtifactsQuotaExceeded,
@@ -40,12 +38,12 @@ from prism_fast.protocol.errors import (
     EngineFault,
     PrismError,
 )
-from prism_fast.protocol.manifest import HeadBlock
 from prism_fast.protocol.run_spec import RunSpec
 
 POLL_S = 0.1
 QUOTA_EVERY_S = 1.0
 EXIT_GRACE_S = 10.0  # from the last rank's `done` to torchrun's own exit
+HELDOUT_SECONDS = 600.0  # all of held-out scoring, plus twice what training was given
 SEND_TIMEOUT_S = 20.0  # a rank reads what it asked for at once
 
 
@@ -53,23 +51,16 @@ SEND_TIMEOUT_S = 20.0  # a rank reads what it asked for at once
 class TrainerResult:
     """What the trainer ranks told the referee besides the ledger."""
 
-    hello: dict[int, dict[str, Any]] = field(default_factory=dict)
-    started: dict[int, dict[str, Any]] = field(default_factory=dict)
+    hello: dict[int, jobs.Hello] = field(default_factory=dict)
+    started: dict[int, jobs.Started] = field(default_factory=dict)
     model: dict[str, Any] | None = None
-    done: dict[int, dict[str, Any]] = field(default_factory=dict)
+    done: dict[int, jobs.Done] = field(default_factory=dict)
+    stopped_reason: str = c.STOP_BUNDLE_RETURNED
     launch_s: float = 0.0  # from the spawn of the ranks to the last rank's hello
-    adoption_s: float = 0.0  # sealed: waiting for evaluators to have built the model and taken over the weights
-    first_batch_s: float | None = None  # from train(ctx)'s start to the first predicted batch, adoption included
+    tracing_s: float = 0.0  # sealed: waiting for the programs, and for the executors to have loaded them
+    first_batch_s: float | None = None  # from train(ctx)'s start to the first predicted batch, tracing included
     train_s: float = 0.0  # from the first rank's start of train(ctx) to the last rank's end
     wall_s: float = 0.0
-
-
-def _number(document: Any, name: str, low: float = 0.0) -> float:
-    """A finite number that a rank reported. Raises KeyError, TypeError, ValueError."""
-    value = document[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1e18:
-        raise ValueError(f"{name}={value!r}")
-    return value
 
 
 def single_rank_environment() -> dict[str, str]:
@@ -93,27 +84,6 @@ def single_rank_environment() -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
-
-
-def started_facts(document: Any) -> dict[str, Any]:
-    """A STARTED body, held to its types: a rank is not trusted with what the manifest is made of."""
-    return {"bundle_import_s": _number(document, "bundle_import_s")}
-
-
-def done_facts(document: Any) -> dict[str, Any]:
-    """A DONE body, held to its types. Raises KeyError, TypeError, ValueError."""
-    facts = {
-        name: None if document.get(name) is None else int(_number(document, name))
-        for name in ("peak_vram_bytes", "peak_vram_reserved_bytes", "forward_flops")
-    }
-    returned = document["returned"]
-    return {
-        **facts,
-        "peak_rss_bytes": int(_number(document, "peak_rss_bytes")),
-        "stopped_reason": str(document["stopped_reason"])[:100],
-        "returned": None if returned is None else str(returned)[:1000],
-        "head": HeadBlock.model_validate(document.get("head") or {}).model_dump(),
     }
 
 
@@ -142,6 +112,7 @@ class Trainer:
         self._secret = secrets.token_hex(16)
         self._ranks: dict[wire.Channel, int | None] = {}
         self._closed_ranks: set[int] = set()
+        self._trained_ranks: set[int] = set()
         self._ready: dict[int, dict[int, int]] = {}  # batch -> rank -> autocast code
         self._stop_sent = False
         self._stop_reason: str | None = None
@@ -189,29 +160,24 @@ class Trainer:
 
     def _spawn(self, job_path: Path, log: Any) -> subprocess.Popen[bytes]:
         ranks = self.spec.world_size
-        runner = ["-m", "prism_fast.harness.trainer.runner"]
-        command, variables = [sys.executable, *runner], {}
+        runner = "prism_fast.harness.trainer.rank"
+        command, variables = child_command(runner), {}
         if ranks > 1:
-            torchrun = [
-                "-m",
-                "prism_fast.harness.process.torchrun",
-                "--standalone",
-                "--nnodes=1",
-                f"--nproc-per-node={ranks}",
-            ]
-            command = [sys.executable, *torchrun, *runner]
+            torchrun = ("--standalone", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", runner)
+            command = child_command("prism_fast.harness.process.torchrun", *torchrun)
         else:
             variables = single_rank_environment()
         artifacts_dir = Path(self.job["artifacts_dir"])
-        return subprocess.Popen(
-            self.sandbox.trainer(command, Path(self.job["bundle_dir"]), job_path.parent, artifacts_dir),
-            env={**self.environment, **variables, "PRISM_RUN_JOB": str(job_path)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=artifacts_dir,
-            start_new_session=True,
-        )
+        with nothing_to_read() as stdin:
+            return subprocess.Popen(
+                self.sandbox.trainer(command, Path(self.job["bundle_dir"]), job_path.parent, artifacts_dir),
+                env=child_environment(self.environment, {**variables, "PRISM_RUN_JOB": str(job_path)}),
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=artifacts_dir,
+                start_new_session=True,
+            )
 
     def _loop(
         self,
@@ -256,8 +222,10 @@ class Trainer:
             self._check_deadlines(monotonic())
 
     def _check_quota(self) -> None:
+        if self.session is not None:
+            self.session.check_scratch()
         used = directory_bytes(Path(self.job["artifacts_dir"]))
-        for log in (c.TRAINER_LOG_FILE, c.EVALUATOR_LOG_FILE):
+        for log in (c.TRAINER_LOG_FILE, c.TRACER_LOG_FILE):
             with contextlib.suppress(OSError):
                 used += (self.run_dir / log).stat().st_size
         if used > self.spec.artifacts_quota_bytes:
@@ -273,6 +241,8 @@ class Trainer:
         """The monotonic time at which the watchdog ends the run; before train(ctx) is entered, the outer cap's."""
         if self._started_at is None:
             return self._began + c.STARTUP_ALLOWANCE_SECONDS + self.spec.budget_seconds
+        if self.session is None and len(self._trained_ranks) == self.spec.world_size:  # held-out text is next, there
+            return self._started_at + self.result.train_s + HELDOUT_SECONDS + 2 * self.spec.budget_seconds
         return self._started_at + self.spec.budget_seconds + self.spec.watchdog_grace_seconds
 
     def _check_deadlines(self, now: float) -> None:
@@ -305,8 +275,12 @@ class Trainer:
 
     def _receive(self, connection: wire.Channel, selector: selectors.BaseSelector) -> None:
         try:
-            for frame in connection.receive_now():
-                self._take(connection, frame)
+            frames = connection.receive_now()
+            with jobs.handling("a rank"):
+                for frame in frames:
+                    self._take(connection, frame)
+        except wire.FrameError as error:
+            self.fault = self.fault or jobs.garbage(str(error))
         except wire.PeerClosed:
             selector.unregister(connection)
             connection.close()
@@ -321,30 +295,24 @@ class Trainer:
                     )
         except PrismError as error:
             self.fault = self.fault or error
-        except (wire.FrameError, orjson.JSONDecodeError, KeyError, TypeError, ValueError, struct.error) as error:
-            self.fault = self.fault or BundleFailed(
-                f"the ledger channel carried garbage: {error}", rule=c.RULE_RUNTIME_ERROR
-            )
 
     def _take(self, connection: wire.Channel, frame: wire.Frame) -> None:
         rank, kind = self._ranks[connection], frame.kind
         if kind == wire.HELLO:
-            hello = frame.json()
-            if hello["secret"] != self._secret or not 0 <= hello["rank"] < self.spec.world_size:
-                raise wire.FrameError("a process that is not a rank of this run connected")
-            if hello["rank"] in self.result.hello:
-                raise wire.FrameError(f"rank {hello['rank']} connected twice")
-            self._ranks[connection] = hello["rank"]
-            self.result.hello[hello["rank"]] = hello
+            hello = jobs.read(jobs.Hello, frame.body)
+            if hello.secret != self._secret or hello.rank >= self.spec.world_size:
+                raise jobs.garbage("a process that is not a rank of this run connected")
+            if hello.rank in self.result.hello or rank is not None:
+                raise jobs.garbage(f"rank {hello.rank} connected twice")
+            self._ranks[connection] = hello.rank
+            self.result.hello[hello.rank] = hello
             self.result.launch_s = monotonic() - self._began
-            if self.session is not None:
-                self.session.start_shadow()
             if self._stop_reason is not None:
                 self._send_stop(self._stop_reason)
         elif kind == wire.FAULT:
-            self._take_fault(rank, frame.json())
+            self._take_fault(rank, jobs.read(jobs.Fault, frame.body))
         elif rank is None:
-            raise wire.FrameError(f"a frame of kind {kind} came before hello")
+            raise jobs.garbage(f"a frame of kind {kind} came before hello")
         elif kind == wire.STEPPED:
             self.ledger.observe(rank, frame.body)
         elif kind == wire.READY:
@@ -353,30 +321,42 @@ class Trainer:
             self._watch_first_batch()
         elif kind == wire.STARTED:
             if rank in self.result.started:
-                raise wire.FrameError(f"rank {rank} started twice")
-            self.result.started[rank] = started_facts(frame.json())
+                raise jobs.garbage(f"rank {rank} started twice")
+            self.result.started[rank] = jobs.read(jobs.Started, frame.body)
             self._start_clock()
+        elif kind == wire.TRAINED:
+            trained = jobs.read(jobs.Trained, frame.body)
+            if rank not in self.result.started or rank in self._trained_ranks:
+                raise jobs.garbage(f"rank {rank} was trained before it started, or twice")
+            self._trained_ranks.add(rank)
+            self._stop_clock(trained.stopped_reason if rank == 0 else None)
         elif kind == wire.DONE:
             if rank not in self.result.started or rank in self.result.done:
-                raise wire.FrameError(f"rank {rank} was done before it started, or twice")
-            self.result.done[rank] = done_facts(frame.json())
-            self.result.train_s = monotonic() - (self._started_at or monotonic())
+                raise jobs.garbage(f"rank {rank} was done before it started, or twice")
+            self.result.done[rank] = done = jobs.read(jobs.Done, frame.body)
+            if rank not in self._trained_ranks:
+                self._stop_clock(done.stopped_reason if rank == 0 else None)
         elif kind == wire.PREDICTED and self.session is None:
             self.ledger.add(rank, frame.body)
             self._watch_first_batch()
         elif kind == wire.MODEL and self.session is None:
             if self.result.model is None or rank == 0:
-                self.result.model = frame.json()
+                self.result.model = jobs.read(jobs.OpenModel, frame.body).model_dump(exclude={"rank"})
         elif kind == wire.SHARE and self.session is not None:
             self._start_clock()
-            region = self.session.share(rank, frame.json())
-            self._answer(connection, wire.REGION, fd=region.fd)
+            layout, region = self.session.share(rank, jobs.read(jobs.ShareRequest, frame.body))
+            self.result.tracing_s = self.session.trace_s
+            self._answer(connection, wire.REGION, orjson.dumps(layout), fd=region.fd)
         elif kind == wire.MAPPED and self.session is not None:
-            mapped = monotonic()
             self.session.mapped(rank)
-            self.result.adoption_s += monotonic() - mapped
         else:
-            raise wire.FrameError(f"a frame of kind {kind} is not the referee's to receive in {self.spec.seal} mode")
+            raise jobs.garbage(f"a frame of kind {kind} is not the referee's to receive in {self.spec.seal} mode")
+
+    def _stop_clock(self, reason: str | None) -> None:
+        """Training is over, or one more rank's is; what a rank does after it is not the bundle's time."""
+        self.result.train_s = monotonic() - (self._started_at or monotonic())
+        if reason is not None and self.session is None:
+            self.result.stopped_reason = reason[:100]
 
     def _watch_first_batch(self) -> None:
         """Notes when the first batch was there for the bundle to train on."""
@@ -388,13 +368,13 @@ class Trainer:
         if self._started_at is None:
             self._started_at = monotonic()
 
-    def _take_fault(self, rank: int | None, fault: dict[str, Any]) -> None:
+    def _take_fault(self, rank: int | None, fault: jobs.Fault) -> None:
         if self.fault is not None:
             return
         # Open mode has the data and the scorer in the rank itself, so an error there may well be ours.
         ours_possible = self.session is None or rank is None or self.stop.reason is not None
-        message = fault["message"] if self.spec.world_size == 1 or rank is None else f"rank {rank}: {fault['message']}"
-        self.fault = reported_fault({**fault, "message": message}, ours_possible=ours_possible)
+        prefix = "" if self.spec.world_size == 1 or rank is None else f"rank {rank}: "
+        self.fault = fault.error(ours_possible=ours_possible, prefix=prefix)
 
     def _answer(self, connection: wire.Channel, kind: int, body: bytes = b"", *, fd: int | None = None) -> None:
         """Answers a rank that waits for it. One that does not read must not hold the referee up."""
@@ -410,7 +390,7 @@ class Trainer:
     def _take_ready(self, rank: int, index: int, autocast: int) -> None:
         due = self.session is None or index == self.ledger.batches
         if not self._asked or autocast >= len(wire.AUTOCAST) or not due:
-            raise wire.FrameError(f"rank {rank} asked for batch {index} out of turn")
+            raise jobs.garbage(f"rank {rank} asked for batch {index} out of turn")
         waiting = self._ready.setdefault(index, {})
         waiting[rank] = autocast
         if len(waiting) < self.spec.world_size:
@@ -458,9 +438,7 @@ class Trainer:
                 rule=c.RULE_RUNTIME_ERROR,
             )
         if self.session is not None:
-            for done in self.result.done.values():
-                done["stopped_reason"] = self.session.stopped_reason or c.STOP_BUNDLE_RETURNED
-                done["head"] = self.session.head.document()
+            self.result.stopped_reason = self.session.stopped_reason or c.STOP_BUNDLE_RETURNED
         if self.ledger.incomplete_indices:
             raise BundleFailed(
                 f"the ranks did not take equal steps: {self.ledger.incomplete_indices} batches lack a rank's record",

@@ -53,7 +53,7 @@ class Ledger:
     """Sums and files of one run. Not thread-safe: the referee's loop owns it."""
 
     def __init__(self, run_dir: Path, world_size: int) -> None:
-        self.world_size = world_size
+        self.world_size, self._run_dir = world_size, run_dir
         self.batches = 0  # complete indices, over all ranks
         self.nats = 0.0
         self.special_nats = 0.0
@@ -68,7 +68,7 @@ class Ledger:
         self._next = [0] * world_size
         self._observed = [0] * world_size
         self._waiting: dict[int, dict[int, np.void]] = {}
-        self.chain = layout.CHAIN_SEED  # the last link
+        self.chain = b""  # the last link; empty until `bind`
         self._unchained = bytearray()
         self._chain_file = open(run_dir / c.LEDGER_CHAIN_FILE, "wb", buffering=0)  # noqa: SIM115 - closed in close()
         self._files = {}
@@ -78,8 +78,24 @@ class Ledger:
             (c.OBSERVATIONS_FILE, layout.OBSERVATIONS_MAGIC, layout.OBSERVATIONS_DTYPE),
         ):
             self._files[name] = open(run_dir / name, "wb", buffering=0)  # noqa: SIM115 - closed in close()
-            _write_all(self._files[name], layout.pack_header(magic, dtype, world_size))
+            if name == c.OBSERVATIONS_FILE:
+                _write_all(self._files[name], layout.pack_header(magic, dtype, world_size))
             self._unwritten[name] = []
+
+    def bind(self, genesis: bytes) -> None:
+        """Begins both files with the sha256 of genesis.json, 32 bytes: what it says was so before the first record."""
+        if self.chain:
+            raise EngineFault("a ledger was bound twice")
+        header = layout.pack_header(layout.LEDGER_MAGIC, layout.LEDGER_DTYPE, self.world_size, genesis)
+        _write_all(self._files[c.LEDGER_FILE], header)
+        self.chain = layout.first_link(genesis)
+        _write_all(self._chain_file, self.chain)
+
+    def seal(self, receipt: bytes) -> None:
+        """Ends the chain of a closed ledger with the sha256 of receipt.json, 32 bytes."""
+        self.chain = layout.next_link(self.chain, receipt)
+        with open(self._run_dir / c.LEDGER_CHAIN_FILE, "ab", buffering=0) as file:
+            _write_all(file, self.chain)
 
     @property
     def code_length(self) -> CodeLength:
@@ -89,6 +105,8 @@ class Ledger:
         """Takes one PREDICTED record from `rank`'s own connection; its rank and order are checked, not trusted."""
         if len(body) != layout.LEDGER_DTYPE.itemsize:
             raise EngineFault(f"rank {rank} sent a ledger record of {len(body)} bytes")
+        if not self.chain:
+            raise EngineFault("a record came before the ledger was bound to what the run is of")
         record = np.frombuffer(body, layout.LEDGER_DTYPE)[0]
         index = int(record["index"])
         if int(record["rank"]) != rank or index != self._next[rank]:

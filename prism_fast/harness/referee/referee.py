@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import statistics
-import threading
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,9 +18,8 @@ import prism_fast
 from prism_fast.harness.bundle.bundle import Bundle, load_bundle
 from prism_fast.harness.bundle.static_contract import StaticReport, check_single_node, check_static_contract
 from prism_fast.harness.process.interrupt import StopFlag, graceful_interrupts
-from prism_fast.harness.process.isolation import bwrap_fault, resolve_isolation
+from prism_fast.harness.process.isolation import bwrap_fault, check_hideable, data_places, resolve_isolation
 from prism_fast.harness.referee.request import Prepared, Reporter, ScoreRequest, SilentReporter
-from prism_fast.harness.referee.sealed import import_torch
 from prism_fast.harness.referee.seed_run import SeedRun
 from prism_fast.profiling.machine import THREADS_WAIT, usable_cpus
 from prism_fast.protocol import constants as c
@@ -48,8 +46,13 @@ SEED_FILES = (
     c.LEDGER_CHAIN_FILE,
     c.WEIGHTS_FILE,
     c.TRAINER_LOG_FILE,
-    c.EVALUATOR_LOG_FILE,
+    c.TRACER_LOG_FILE,
+    c.EXECUTOR_LOG_FILE,
+    c.INITIAL_STATE_FILE,
+    c.GENESIS_FILE,
+    c.RECEIPT_FILE,
     c.DENSIFY_FILE,
+    c.OUTSIDE_STATE_FILE,
 )
 
 
@@ -75,7 +78,7 @@ def score_bundle(
             results.append(_score_seed(request, prepared, seed, reporter, stop))
             if results[-1].status != "scored" or stop.reason is not None:
                 break
-        summary = _summarise(prepared.bundle, results, request.accounting)
+        summary = summarise(prepared.bundle.submission_id, results, request.accounting)
         write_json(request.out / c.SUMMARY_FILE, summary.model_dump(mode="json"))
         return summary
 
@@ -115,8 +118,6 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
     seconds["data_resolve"] = monotonic() - began
 
     began = monotonic()
-    # Beside the verification; not a daemon, since a process that ends in the middle of this import may crash.
-    threading.Thread(target=import_torch).start()
     reporter.stage("verifying checksums")
     corpora = [corpus, val_corpus, *([phase2_corpus] if phase2_corpus else [])]
     for found in {(each.folder, str(each.mounts)): each for each in corpora}.values():
@@ -129,6 +130,9 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         if request.val:
             raise UsageError(f"{request.val}: no val split with text in it; splits: {', '.join(val_corpus.splits)}")
         reporter.warn(f"{request.data} has no val split and no --val was given: the score is degraded")
+    text = data_places(corpus, val_corpus, phase2_corpus, places=(request.data, request.val, request.phase2))
+    if isolation == "bwrap":
+        check_hideable(text)
     return Prepared(
         bundle=bundle,
         corpus=corpus,
@@ -138,6 +142,7 @@ def _prepare(request: ScoreRequest, reporter: Reporter) -> Prepared:
         isolation=isolation,
         contract=contract,
         phase2_corpus=phase2_corpus,
+        hidden=(*text, *([request.cache_dir.absolute()] if request.cache_dir else []), request.out.absolute()),
         seconds=seconds,
     )
 
@@ -177,14 +182,6 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
     check_single_node(request.nproc)
     if request.pin is not None and not (guard := scale_pin_public_ok(request.pin)).ok:
         reporter.warn(f"provisional, no public claim can be made of it: {', '.join(guard.reasons)}")
-    if request.capture == "fused" and (request.seal != "open" or request.accounting != "exact"):
-        raise UsageError(
-            f"--capture fused takes the loss of the bundle's own forward, which --seal {request.seal} --accounting "
-            f"{request.accounting} does not see; use --seal open --accounting exact, or --capture strict"
-        )
-    if request.head == "fused" and (request.capture == "fused" or request.accounting != "exact"):
-        other = "--capture fused" if request.capture == "fused" else f"--accounting {request.accounting}"
-        raise UsageError(f"--head fused leaves the logits out, which {other} is about; use --head plain with it")
     if request.accounting != "exact":
         if request.seal != "open" or request.nproc != 1:
             raise UsageError(
@@ -215,14 +212,13 @@ def _check_request(request: ScoreRequest, reporter: Reporter) -> None:
         ("--budget-seconds", request.budget_seconds),
         ("--val-byte-budget", request.val_byte_budget),
         ("--torch-threads", request.torch_threads),
-        ("--scorer-threads", request.scorer_threads),
         ("--prefetch", request.prefetch),
     )
     for name, number in positive:
         if number is not None and number <= 0:
             raise UsageError(f"{name} {number}: expected more than 0")
-    if any(seed < 0 for seed in request.seeds):
-        raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: a seed is 0 or more")
+    if any(not 0 <= seed < 2**63 for seed in request.seeds):
+        raise UsageError(f"--seeds {','.join(map(str, request.seeds))}: a seed is 0 or more, and less than 2^63")
 
 
 def _has_val(corpus: Any) -> bool:
@@ -257,8 +253,8 @@ def _score_seed(
             (run_dir / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # on a full disk, "incomplete" stays
             _write_status(run_dir, "rejected" if isinstance(fault, BundleRejected) else "failed", spec, fault)
-        return _seed_result(seed, run_dir, error=fault)
-    return _seed_result(seed, run_dir, manifest=manifest)
+        return seed_result(seed, run_dir, error=fault)
+    return seed_result(seed, run_dir, manifest=manifest)
 
 
 def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpec:
@@ -272,8 +268,6 @@ def _freeze_spec(request: ScoreRequest, prepared: Prepared, seed: int) -> RunSpe
         max_parameters=max_parameters_for_stage(request.stage),
         seed=seed,
         seal=request.seal,  # type: ignore[arg-type]
-        capture=request.capture,  # type: ignore[arg-type]
-        head=request.head,  # type: ignore[arg-type]
         isolation=prepared.isolation,  # type: ignore[arg-type]
         accounting=request.accounting,  # type: ignore[arg-type]
         tokenizer=prepared.tokenizer.name,
@@ -311,7 +305,7 @@ def _fresh_directory(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in SEED_FILES:
         (run_dir / name).unlink(missing_ok=True)
-    for name in (c.ARTIFACTS_DIR, c.BUNDLE_DIR):
+    for name in (c.ARTIFACTS_DIR, c.BUNDLE_DIR, c.PROGRAM_DIR, c.SNAPSHOTS_DIR):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     (run_dir / c.ARTIFACTS_DIR).mkdir()
 
@@ -337,12 +331,13 @@ def _finished(run_dir: Path, spec: RunSpec) -> m.SeedResult | None:
         return None
     if status.status != "scored" or status.run_spec_sha256 != spec.hash:
         return None
-    return _seed_result(spec.seed, run_dir, manifest=manifest)
+    return seed_result(spec.seed, run_dir, manifest=manifest)
 
 
-def _seed_result(
+def seed_result(
     seed: int, run_dir: Path, *, manifest: m.RunManifest | None = None, error: PrismError | None = None
 ) -> m.SeedResult:
+    """A seed's line of summary.json."""
     score = manifest.score if manifest else None
     return m.SeedResult(
         seed=seed,
@@ -360,7 +355,8 @@ def _seed_result(
     )
 
 
-def _summarise(bundle: Bundle, results: list[m.SeedResult], accounting: str) -> m.RunSummary:
+def summarise(submission_id: str, results: list[m.SeedResult], accounting: str) -> m.RunSummary:
+    """What summary.json says of a run's seeds."""
     scored = [r for r in results if r.status == "scored"]
 
     def spread(name: str) -> m.Spread | None:
@@ -372,7 +368,7 @@ def _summarise(bundle: Bundle, results: list[m.SeedResult], accounting: str) -> 
         )
 
     return m.RunSummary(
-        submission_id=bundle.submission_id,
+        submission_id=submission_id,
         accounting=accounting,
         posture="public" if len({r.seed for r in scored}) >= PUBLIC_SEEDS else "provisional",
         seeds=results,

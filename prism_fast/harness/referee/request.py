@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ class ScoreRequest:
     "flag" with one, where a script for one GPU does what it says. `vocab_size` None: the tokenizer's, padded to 64.
     `phase2`: the second corpus of full_scale_eval. `only_seeds`: those of `seeds` that are scored here and now; a
     campaign scores the others elsewhere. `command_s`: what the command took to come this far, for the profile alone.
-    `pin`, `pin_name`: what the other fields were settled under.
+    `snapshots`: batches, secretly chosen, whose weights are kept. `compare_state`: open mode looks for what the model
+    keeps outside its state. `pin`, `pin_name`: what the other fields were settled under.
     """
 
     bundle: Path
@@ -44,14 +45,13 @@ class ScoreRequest:
     nproc: int = 1
     accounting: str = "exact"
     seal: str = "sealed"
-    capture: str = "strict"
-    head: str = "plain"
     isolation: str = "auto"
     device: str = "auto"
     torch_threads: int | None = None
-    scorer_threads: int | None = None
     prefetch: int = 2
     resume: bool = False
+    snapshots: int = 0
+    compare_state: bool = False
     cache_dir: Path | None = None
     mode: str = "gpu_proxy_eval"
     phase2: str | None = None
@@ -61,6 +61,27 @@ class ScoreRequest:
     pin: ProtocolPin | None = None
     pin_name: str | None = None
     command_s: float | None = None
+
+
+# What a spec calls otherwise than a request.
+SPEC_NAMES = {
+    "stage": "param_ladder_stage",
+    "nproc": "world_size",
+}
+
+
+def request_again(spec: RunSpec, **given: Any) -> ScoreRequest:
+    """The request that `spec` came of, but for what is `given`: every field that a spec has is taken from there.
+
+    Raises TypeError for a field that no request has.
+    """
+    taken = {
+        f.name: getattr(spec, SPEC_NAMES.get(f.name, f.name))
+        for f in fields(ScoreRequest)
+        if SPEC_NAMES.get(f.name, f.name) in RunSpec.model_fields
+    }
+    isolation = spec.isolation if spec.seal == "sealed" else "auto"
+    return ScoreRequest(**{**taken, "seeds": (spec.seed,), "isolation": isolation, **given})
 
 
 class Reporter(Protocol):
@@ -99,6 +120,7 @@ class Prepared:
     isolation: str
     contract: StaticReport | None = None
     phase2_corpus: Any = None
+    hidden: tuple[Path, ...] = ()  # from every sandbox: text, and what other runs wrote
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -105,9 +105,9 @@ def main() -> int:
 
 
 def _fault(error: BaseException, job: dict[str, Any]) -> dict[str, Any]:
-    from prism_fast.harness.trainer.runner import explain
+    from prism_fast.harness.hosting.blame import explain
 
-    rule, kind, message = explain(error, job)
+    rule, kind, message = explain(error, job["bundle_dir"])
     return {"rule": rule, "kind": "usage" if isinstance(error, UsageError) else kind, "message": message}
 
 
@@ -119,8 +119,9 @@ def _run(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from prism_fast.data.tokenizers import reference_tokenizer
     from prism_fast.harness.bundle.bundle import load_bundle
     from prism_fast.harness.hosting.context_engine import Engine, import_bundle, make_context
+    from prism_fast.harness.process.devices import resolve_device
     from prism_fast.harness.process.seeding import seed_everything, set_deterministic
-    from prism_fast.harness.trainer.runner import _stream_basis, resolve_device
+    from prism_fast.harness.trainer.rank import stream_basis
     from prism_fast.profiling.machine import describe_machine
     from prism_fast.profiling.observers import make_observer
     from prism_fast.protocol.run_spec import RunSpec
@@ -140,7 +141,7 @@ def _run(job: dict[str, Any], rank: int) -> dict[str, Any]:
             corpus.split(job["split"]),
             seq_len,
             batch_size,
-            basis=_stream_basis(spec, basis),
+            basis=stream_basis(spec, basis),
             rank=rank,
             world=world,
         ),
@@ -171,9 +172,10 @@ def _run(job: dict[str, Any], rank: int) -> dict[str, Any]:
     seconds = perf_counter() - began
     if loop.model is None:
         raise BundleFailed("train(ctx) returned without calling ctx.iter_train_batches")
-    from prism_fast.harness.trainer.predictor import parameter_count, unwrap
+    from prism_fast.harness.trainer.full_state import plain_model
+    from prism_fast.harness.trainer.predictor import parameter_count
 
-    model = unwrap(loop.model)
+    model = plain_model(loop.model)
     found = observer.result()
     return {
         "machine": describe_machine(),

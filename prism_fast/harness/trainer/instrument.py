@@ -1,7 +1,7 @@
-"""The instrumented, single-pass training stream: predict, record, then hand out (harness.md).
+"""The instrumented, single-pass training stream: predict, record, then hand out.
 
 A batch's record leaves for the referee before the bundle sees the batch; that order is what makes the summed loss a
-code length. Who predicts is the source's business: this process (`open`), or evaluators it cannot reach (`sealed`).
+code length. Who predicts is the source's business: this process (`open`), or an executor it cannot reach (`sealed`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prism_fast.harness.process import wire
 from prism_fast.harness.trainer.deferred import DeferredReads
-from prism_fast.harness.trainer.predictor import unwrap
+from prism_fast.harness.trainer.full_state import FullState, full_tensor, plain_model
 from prism_fast.profiling.step_timer import Clock, Seconds, seconds_of
 from prism_fast.protocol import PrismBatch, PrismContext
 from prism_fast.protocol import constants as c
@@ -71,7 +71,8 @@ class GradNorm:
     """The gradient norm of each step, for the series only.
 
     Taken from the bundle's own `clip_grad_norm_` when it calls that (its norm before clipping, already computed);
-    otherwise one fused norm over the gradients left at the next request. Never synchronises.
+    otherwise one fused norm over the gradients left at the next request. Never synchronises, but for gradients that are
+    sharded; of those that FSDP keeps flat it is this rank's part.
     """
 
     def __init__(self) -> None:
@@ -100,19 +101,23 @@ class GradNorm:
                     norm = torch.nn.utils.get_total_norm(grads)
         if not isinstance(norm, Tensor) or norm.numel() != 1:
             return torch.full((1,), math.nan, dtype=torch.float64)
-        return norm.detach().reshape(1).double()
+        try:
+            return full_tensor(norm.detach()).reshape(1).double()
+        except Exception:  # its group is gone: a bundle may leave its loop early and end them first
+            return torch.full((1,), math.nan, dtype=torch.float64)
 
 
 class Instrument:
     """Serves one `iter_train_batches` per process and keeps the referee informed of what it sees."""
 
     def __init__(
-        self, spec: RunSpec, source: BatchSource, channel: wire.RunnerChannel, tokenizer: Any, rank: int
+        self, spec: RunSpec, source: BatchSource, channel: wire.RankChannel, tokenizer: Any, rank: int
     ) -> None:
         """`tokenizer`: the only object, besides None, that a bundle may pass as tokenizer."""
         self.spec, self.source, self.channel, self.rank = spec, source, channel, rank
         self.grad_norm = GradNorm()
-        self.model: nn.Module | None = None  # unwrapped; what is scored and saved
+        self.model: nn.Module | None = None  # the bundle's own, out of its wrappers
+        self.state: FullState | None = None  # what is saved
         self.stopped_reason: str | None = None
         self.error: PrismError | None = None
         self._tokenizer = tokenizer
@@ -133,9 +138,21 @@ class Instrument:
         """Products of the trained model's forward over one batch, or None where they cannot be counted."""
         from prism_fast.profiling.flops import forward_flops
 
-        if self.model is None or self._request is None:
-            return None
+        if self.model is None or self._request is None or (self.state is not None and self.state.sharded):
+            return None  # a forward of one rank alone would wait for the others
         return forward_flops(self.model, self._request.batch_size, self._request.seq_len)
+
+    @property
+    def basis(self) -> str:
+        """The basis that the bundle asked for, "tokens" or "bytes"; nothing before its first batch."""
+        return self._request.basis if self._request is not None else ""
+
+    def final_state(self) -> dict[str, Tensor]:
+        """The state as training left it, by name; gathered by all ranks where it is sharded."""
+        assert self.state is not None
+        if not self.state.sharded:
+            return dict(FullState(self.state.model).tensors())  # modules may have been exchanged since
+        return dict(self.state.tensors())
 
     def finish(self) -> None:
         """After train(ctx) returned: closes the last step and lets everything arrive."""
@@ -163,7 +180,7 @@ class Instrument:
             request = Request(
                 model, self._check_batch_size(batch_size), self._check_seq_len(seq_len), self._basis(tokenizer)
             )
-            self.model = unwrap(model)
+            self.model, self.state = plain_model(model), FullState(model)
             self._parameters = list(self.model.parameters())
             self._clock = Clock(self._parameters[0].device.type if self._parameters else "cpu")
             self._started = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -11,26 +11,15 @@ import torch
 from torch import Tensor
 
 from prism_fast.harness.process import wire
-from prism_fast.harness.referee.head_choice import HeadChoice
 from prism_fast.harness.referee.ledger import pack_record
 from prism_fast.harness.trainer.deferred import DeferredReads
 from prism_fast.harness.trainer.instrument import Handed, Request
-from prism_fast.harness.trainer.predictor import InProcessPredictor, Prediction
+from prism_fast.harness.trainer.predictor import InProcessPredictor
 from prism_fast.kernels import backend_for
 from prism_fast.profiling.step_timer import Clock
 from prism_fast.protocol import constants as c
 from prism_fast.protocol.budgets import budget_reached
 from prism_fast.protocol.run_spec import RunSpec
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Batch `index` of this rank: tokens and targets int64 [B, L] on the model's device, and whose text they are."""
-
-    index: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Any
 
 
 class OpenSource:
@@ -39,7 +28,7 @@ class OpenSource:
     def __init__(
         self,
         spec: RunSpec,
-        channel: wire.RunnerChannel,
+        channel: wire.RankChannel,
         make_stream: Callable[[int, int, str], Any],
         token_bytes: dict[str, Any],
         rank: int,
@@ -61,11 +50,7 @@ class OpenSource:
         self._clock = Clock(self._device.type)
         token_bytes = torch.as_tensor(self._token_bytes[request.basis].copy(), dtype=torch.int32).to(self._device)
         self._predictor = InProcessPredictor(
-            request.model,
-            token_bytes,
-            cap=self.spec.max_parameters,
-            stage=self.spec.param_ladder_stage,
-            head=HeadChoice(self.spec.head),
+            request.model, token_bytes, cap=self.spec.max_parameters, stage=self.spec.param_ladder_stage
         )
         self._stream = self._make_stream(request.seq_len, request.batch_size, request.basis)
 
@@ -80,29 +65,19 @@ class OpenSource:
         if block is None:
             return c.STOP_DATA_EXHAUSTED
         tokens, targets = self._to_device(block.tokens), self._to_device(block.targets)
-        batch = Batch(index, tokens, targets, block.documents)
         read = self._clock.mark()
-        prediction = self._predict(batch)
+        prediction = self._predictor.predict(tokens, targets)
         predicted = self._clock.mark()
-        if prediction is not None:
-            self._record(batch, prediction.sums)
+        self._record(index, tokens, block.documents, prediction.sums)
         self._tokens_seen += tokens.numel() * self.spec.world_size
         between = self._clock.between
         return Handed(
             tokens,
             between(began, read),
-            prediction.forward_s if prediction else 0.0,
-            prediction.scoring_s if prediction else 0.0,
+            prediction.forward_s,
+            prediction.scoring_s,
             between(predicted, self._clock.mark()),
         )
-
-    def head_document(self) -> dict[str, Any] | None:
-        """How batches were scored, once the run is over (`HeadChoice.document`)."""
-        return self._predictor.head.document()
-
-    def _predict(self, batch: Batch) -> Prediction | None:
-        """The batch's code length, or None where it comes later."""
-        return self._predictor.predict(batch.tokens, batch.targets)
 
     def finish(self) -> None:
         self._reads.poll(wait=True)
@@ -143,13 +118,13 @@ class OpenSource:
             },
         )
 
-    def _record(self, batch: Batch, sums: Tensor) -> None:
-        if batch.index == 0:
+    def _record(self, index: int, tokens: Tensor, documents: int, sums: Tensor) -> None:
+        if index == 0:
             self._describe()
-        rows, width = batch.tokens.shape
+        rows, width = tokens.shape
 
         def send(v: list[float]) -> None:
-            record = pack_record(batch.index, v, rows * width, batch.documents, self.rank, rows)
+            record = pack_record(index, v, rows * width, documents, self.rank, rows)
             self.channel.send(wire.PREDICTED, record)
 
         self._reads.read(sums, send)

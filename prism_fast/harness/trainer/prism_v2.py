@@ -3,13 +3,14 @@
 Rows are contiguous (`data.contiguous`), ids are folded by `ctx.vocab_size` and targets by the head's width, a batch's
 loss is the mean cross entropy times its predictions, taken in whatever mode the model is in and from the bundle's own
 random state; a loss that is not finite costs 2 ln vocab_size. Held-out text is a byte prefix of the val split whatever
-the bundle trains on, eight rows at a time, and the random-init twin is not capped at the uniform code.
+the bundle trains on, eight rows at a time, none wider than the sequence length, and the random-init twin is not capped
+at the uniform code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -18,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from prism_fast.data.contiguous import ContiguousStream, WholeBytes
+from prism_fast.harness.marking.heldout import Documents
+from prism_fast.harness.marking.sums import logits_of
 from prism_fast.harness.process import wire
-from prism_fast.harness.process.shared_memory import SharedRegion
-from prism_fast.harness.referee.evaluator_client import Evaluator
-from prism_fast.harness.referee.heldout import Documents
 from prism_fast.harness.referee.ledger import pack_record
 from prism_fast.harness.trainer.instrument import Handed, Request
+from prism_fast.harness.trainer.open_heldout import FreshModel
 from prism_fast.harness.trainer.open_source import OpenSource
-from prism_fast.harness.trainer.predictor import check_parameter_cap, logits_of
+from prism_fast.harness.trainer.predictor import blame_for_forward, check_parameter_cap
 from prism_fast.protocol import constants as c
-from prism_fast.protocol.errors import BundleFailed, PrismError
-from prism_fast.protocol.score import CodeLength, HeldOut
+from prism_fast.protocol.run_spec import RunSpec
 
 HELDOUT_ROWS = 8
 cross_entropy = torch.nn.functional.cross_entropy  # as it was before the bundle was imported
@@ -54,17 +54,8 @@ class _Predictor:
         self.model_params = check_parameter_cap(model, cap, stage)
 
     def loss(self, tokens: Tensor) -> float:
-        try:
-            with torch.no_grad():
-                output = self._model(tokens)
-        except (PrismError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as e:
-            raise BundleFailed(
-                f"the model's forward failed on tokens of shape {list(tokens.shape)}: {type(e).__name__}: "
-                + " ".join(str(e).split())[:500],
-                rule=c.RULE_RUNTIME_ERROR,
-            ) from e
+        with torch.no_grad(), blame_for_forward(tokens):
+            output = self._model(tokens)
         logits = logits_of(output, tokens.shape[0], tokens.shape[1], 1)
         if self.head_width is None:
             self.head_width = logits.shape[2]
@@ -124,55 +115,55 @@ class PrismV2Source(OpenSource):
         )
 
 
-def score_heldout_v2(
-    evaluator: Evaluator,
-    layout: Any,
-    weights: SharedRegion,
+def measure_v2(
+    fresh: FreshModel,
+    trained: Callable[[], Mapping[str, Tensor]],
     *,
     corpus: Any,
     val_corpus: Any,
-    seq_len: int,
-    vocab_size: int,
+    spec: RunSpec,
     byte_budget: int | None,
-    before_batch: Callable[[], None],
-) -> tuple[HeldOut, dict[str, Any]]:
-    """-> (sums, the report that heldout.json keeps), as `heldout.score_heldout`; documents have no figures here.
-
-    Raises BundleFailed where the model fails, which the original took for having no held-out figure.
+) -> dict[str, Any]:
+    """The report that heldout.json keeps: twin and trained state on a byte prefix of val, the trained one on as much of
+    train. Documents have no figures here. Raises BundleFailed where the model fails.
     """
 
-    def measure(documents: Documents) -> tuple[CodeLength, dict[str, Any]]:
-        ids = documents.ids.astype(np.int64) % vocab_size
-        wanted, nats, n_bytes, predicted, faults = HELDOUT_ROWS * seq_len, 0.0, 0, 0, 0
-        for begin in range(0, len(ids), wanted):
-            chunk = ids[begin : begin + wanted]
-            if len(chunk) < 2:
-                break
-            before_batch()
-            tokens = chunk.reshape(HELDOUT_ROWS if len(chunk) == wanted else 1, -1)
-            found = mean_loss(evaluator.predict(tokens).logits, torch.from_numpy(tokens))
-            count = tokens.shape[0] * (tokens.shape[1] - 1)
-            nats += finite_or_worst(found, vocab_size) * count
-            n_bytes += tokens.size
+    def measured(documents: Documents) -> dict[str, Any]:
+        ids = documents.ids[:byte_budget].astype(np.int64) % spec.vocab_size
+        nats, n_bytes, predicted, faults = 0.0, 0, 0, 0
+        for rows in cut_in_rows(ids, spec.sequence_length):
+            tokens = torch.from_numpy(rows).to(fresh.device)
+            with torch.no_grad():
+                found = mean_loss(logits_of(fresh.output(tokens), rows.shape[0], rows.shape[1], 1), tokens)
+            count = rows.shape[0] * (rows.shape[1] - 1)
+            nats += finite_or_worst(found, spec.vocab_size) * count
+            n_bytes += rows.size
             predicted += count
             faults += 0 if math.isfinite(found) else count
-        summary = {"nats": nats, "bytes": n_bytes, "tokens": predicted, "documents": len(documents), "faults": faults}
-        return CodeLength(nats, n_bytes, predicted), {**summary, "probes": 0, "broken_rules": []}
+        return {"nats": nats, "bytes": n_bytes, "tokens": predicted, "documents": len(documents), "faults": faults}
 
     val = Documents.read(val_corpus, "val", "bytes", byte_budget)
     prefix = Documents.read(corpus, "train", "bytes", byte_budget)
-    evaluator.wait_until_born()
-    twin, twin_summary = measure(val)
-    evaluator.adopt(layout, weights, check_init=False)
-    trained, trained_summary = measure(val)
-    converged, converged_summary = measure(prefix)
-    report = {
+    twin = measured(val)
+    fresh.load(trained())
+    return {
         "schema_version": c.HELDOUT_SCHEMA,
         "accounting": "prism-v2",
         "documents": None,
-        "twin": twin_summary,
-        "trained": trained_summary,
-        "train_prefix": converged_summary,
-        "n_vocab": vocab_size,
+        "twin": twin,
+        "trained": measured(val),
+        "train_prefix": measured(prefix),
+        "n_vocab": spec.vocab_size,
     }
-    return HeldOut(trained, twin, converged, vocab_size), report
+
+
+def cut_in_rows(ids: np.ndarray, seq_len: int) -> Iterator[np.ndarray]:
+    """int64 [rows, width] each: HELDOUT_ROWS rows of `seq_len` ids, then the rows that are left, then what is left of a
+    row. None is wider than `seq_len`, which is all that a model with a table of positions can take; an id that is left
+    alone predicts nothing and is dropped."""
+    whole = len(ids) // seq_len * seq_len
+    rows = ids[:whole].reshape(-1, seq_len)
+    for begin in range(0, len(rows), HELDOUT_ROWS):
+        yield rows[begin : begin + HELDOUT_ROWS]
+    if len(ids) - whole >= 2:
+        yield ids[whole:].reshape(1, -1)

@@ -1,14 +1,17 @@
-"""Process groups that outlive `destroy_process_group`, so that no rank hangs on its way out."""
+"""Process groups that outlive `destroy_process_group`, so that no rank hangs on its way out, and no state is lost."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _kept: list[Any] = []
 
 
-def keep_process_groups() -> None:
+def keep_process_groups(before: Callable[[], None]) -> None:
     """Wraps `torch.distributed.destroy_process_group`; call before the bundle is imported.
+
+    `before()` runs ahead of the end of all groups, on every rank: what is sharded over them can still be gathered.
 
     A gloo group's last reference often goes when train(ctx) returns and its DDP wrapper with it. The group's
     destructor then joins worker threads while this thread holds the GIL, and a worker that is just letting go of a
@@ -22,6 +25,9 @@ def keep_process_groups() -> None:
     original = dist.destroy_process_group
 
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        group = args[0] if args else kwargs.get("group")
+        if group is None or group is dist.group.WORLD:
+            before()
         _kept.extend(dist.distributed_c10d._world.pg_map)
         original(*args, **kwargs)
 

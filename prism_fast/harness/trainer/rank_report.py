@@ -1,6 +1,6 @@
 """What one rank shows of itself beside its ledger records, when the functional contract is checked.
 
-Installed by the runner before the bundle is imported, and only then: a scored run is not watched.
+Installed by the trainer rank before the bundle is imported, and only then: a scored run is not watched.
 """
 
 from __future__ import annotations
@@ -10,28 +10,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prism_fast.harness.process.jobs import digest_of_tokens
+
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from prism_fast.harness.trainer.instrument import BatchSource, Handed, Request
 
-from pydantic import BaseModel, ConfigDict
-
 NAMED_PARAMETERS = 2000  # digests sent by name, so that the one that differs can be named
-
-
-class RankFacts(BaseModel):
-    """What a rank reported, out of the bundle's own process: its form is checked, its truth is the bundle's."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    batches: list[str]
-    parameters: dict[str, str]
-    parameters_sha256: str
-    sharded_parameters: int
-    all_reduce_calls: int
-    all_reduce_sha256: str
-    process_group_left: bool
 
 
 class RankReport:
@@ -70,22 +56,22 @@ class RankReport:
         os.chdir(own)
         return str(own)
 
-    def document(self, model: nn.Module) -> dict[str, Any]:
-        """The fields of RankFacts. Parameters that are sharded over ranks (DTensor) are counted and not compared."""
+    def document(self, state: dict[str, Tensor], *, sharded: bool) -> dict[str, Any]:
+        """The fields of jobs.RankFacts. `state`: the model's, gathered by all ranks where `sharded` over them."""
         import torch.distributed as dist
+        from torch import nn
 
-        digests, sharded = {}, 0
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "full_tensor"):
-                sharded += 1
-            else:
-                digests[name] = hashlib.sha256(_tensor_bytes(parameter)).hexdigest()[:16]
+        digests = {
+            name: hashlib.sha256(_tensor_bytes(tensor)).hexdigest()[:16]
+            for name, tensor in state.items()
+            if isinstance(tensor, nn.Parameter)
+        }
         everything = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
         return {
             "batches": self.batches,
             "parameters": dict(list(digests.items())[:NAMED_PARAMETERS]),
             "parameters_sha256": everything,
-            "sharded_parameters": sharded,
+            "sharded_parameters": len(digests) if sharded else 0,
             "all_reduce_calls": self._reductions,
             "all_reduce_sha256": self._reduced.hexdigest(),
             "process_group_left": dist.is_available() and dist.is_initialized(),
@@ -112,11 +98,6 @@ class _Watched:
 
     def finish(self) -> None:
         self._source.finish()
-
-
-def digest_of_tokens(tokens: Any) -> str:
-    """Of a batch's int64 [B, L] array, shape and values."""
-    return hashlib.sha256(repr(tokens.shape).encode() + tokens.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def _tensor_bytes(tensor: Tensor) -> bytes:

@@ -8,7 +8,7 @@ from prism_fast.harness.audits import functional_contract as fc
 from prism_fast.harness.audits.functional_contract import CHECKS, Trial, check_functional_contract
 from prism_fast.harness.bundle.bundle import Bundle, load_bundle
 from prism_fast.harness.process.isolation import resolve_isolation
-from prism_fast.harness.trainer.rank_report import RankFacts
+from prism_fast.harness.process.jobs import RankFacts
 from prism_fast.protocol.errors import BundleRejected
 from tests.harness.conftest import ROOT, TINY_ARCHITECTURE
 

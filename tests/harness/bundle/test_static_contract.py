@@ -8,12 +8,15 @@ import asyncio.tasks
 import contextlib
 import dataclasses
 import enum
+import sys
 import typing
 from pathlib import Path
 
 import pytest
 
+from prism_fast.harness.bundle import static_contract
 from prism_fast.harness.bundle.bundle import Bundle, load_bundle
+from prism_fast.harness.bundle.script import Budget, TooLarge
 from prism_fast.harness.bundle.static_contract import REQUIREMENTS, check_single_node, check_static_contract
 from prism_fast.protocol.errors import EXIT_BUNDLE_REJECTED, BundleRejected, UsageError
 from tests.harness.conftest import ROOT, TINY_ARCHITECTURE, TINY_TRAINING, seed_training
@@ -639,3 +642,74 @@ def test_recursion_ends():
 def test_whatever_syntax_surrounds_it_is_followed_without_a_fault(module):
     """Modules of the standard library stand in for what bundles may hold."""
     assert unmet(Path(module.__file__).read_text() + "\n" + SCRIPT) == []
+
+
+# Shapes whose following takes more than their length: copies of names, lists of lists, classes of classes, calls.
+SLOW = {
+    "branches": "".join(f"    if u{i}:\n        a{i} = 1\n    else:\n        a{i} = 2\n" for i in range(3000)),
+    "handlers": "".join(f"    try:\n        a{i} = f()\n    except E:\n        b{i} = 2\n" for i in range(2500)),
+    "loops": "".join(" " * i + f" for i{i} in x:\n" for i in range(90)) + " " * 91 + "y = x\n",
+    "lists": "    a = [print]\n" + "    a = [a, a]\n" * 60 + "    g(a)\n",
+    "unpacked": "    a = [1, 2]\n" + "    a = [*a, *a]\n" * 60,
+    "text": "    a = 'ab'\n" + "    a = f'{a}{a}'\n" * 60,
+    "table": "    d = {" + ",".join(f"{i}: {i}" for i in range(5000)) + "}\n" + "    d[x] = 1\n" * 5000,
+    "parameters": f"    f = lambda {','.join(f'p{i}=1' for i in range(5000))}: 0\n" + "    f()\n" * 5000,
+    "names": "    while x:\n        global " + ",".join(f"g{i}" for i in range(9000)) + "\n" + "        y = 1\n" * 9000,
+}
+SLOW_CLASSES = "class A0: pass\n" + "".join(f"class A{i}(A{i - 1}, A{i - 1}): pass\n" for i in range(1, 60))
+SLOW_CALLS = "def f0(): pass\n" + "".join(f"def f{i}():\n    f{i - 1}(); f{i - 1}()\n" for i in range(1, 50))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        *(pytest.param(f"def train(ctx):\n{body}", id=name) for name, body in SLOW.items()),
+        pytest.param(f"{SLOW_CLASSES}def train(ctx):\n    A59().lost()\n", id="classes"),
+        pytest.param(f"{SLOW_CALLS}def train(ctx):\n    f49()\n", id="calls"),
+    ],
+)
+def test_following_a_script_takes_no_more_than_its_budget(training):
+    """Counted in calls of Python functions, of which a step makes some, and in what is left of the budget."""
+    steps, calls = 20_000, 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call" and "bundle/script" in frame.f_code.co_filename
+
+    budget = Budget(steps)
+    bundle = Bundle("slow", {"architecture.py": b"def build_model(ctx): pass", "training.py": training.encode()})
+    parsing = len(bundle.scripts["training.py"])
+    sys.setprofile(count)
+    try:
+        static_contract._follow(bundle, budget)
+    except (TooLarge, RecursionError):
+        pass
+    finally:
+        sys.setprofile(None)
+    assert calls < 20 * steps + parsing
+
+
+def test_a_script_over_the_budget_meets_nothing_and_says_why():
+    report = check_static_contract(
+        Bundle("slow", {"architecture.py": b"", "training.py": f"def train(ctx):\n{SLOW['branches']}".encode()})
+    )
+    assert not report.ok and len(report.unmet) == len(REQUIREMENTS)
+    assert all("too large or too deeply nested to follow" in r.detail for r in report.requirements)
+
+
+def test_a_long_script_is_followed_to_its_end():
+    honest = (ROOT / "examples" / "transformer_tiny" / "training.py").read_text()
+    long = honest + "".join(f"    a{i} = ctx.rank + {i}\n" for i in range(1000))
+    architecture = (ROOT / "examples" / "transformer_tiny" / "architecture.py").read_bytes()
+    assert check_static_contract(Bundle("long", {"architecture.py": architecture, "training.py": long.encode()})).ok
+
+
+def test_the_verdict_does_not_depend_on_the_caller_s_stack():
+    """A script near the parser's and the walk's limits, asked for from a shallow and from a deep stack."""
+    nested = "def train(ctx):\n    x = " + "-" * 300 + "1\n"
+    bundle = Bundle("deep", {"architecture.py": b"def build_model(ctx): pass", "training.py": nested.encode()})
+
+    def deep(levels):
+        return check_static_contract(bundle) if levels == 0 else deep(levels - 1)
+
+    assert deep(0) == deep(sys.getrecursionlimit() - 300)

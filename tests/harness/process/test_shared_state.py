@@ -1,136 +1,113 @@
-"""Weights shared by memory: sealed against resizing and foreign writers, adopted by name, bit for bit."""
+"""A model's state in shared memory: laid out from a program's table, by nobody else."""
 
-import os
+import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
 
-from prism_fast.harness.process.shared_memory import SharedRegion
-from prism_fast.harness.process.state_layout import (
-    Adopter,
-    WeightShare,
+from prism_fast.harness.process.shared_memory import ALIGNMENT, SharedRegion
+from prism_fast.harness.process.shared_state import (
+    bytes_at,
+    first_difference,
     from_json,
-    layout_of,
-    load_state,
+    read_safetensors,
     region_bytes,
+    safetensors_dtypes,
+    slots_of,
     to_json,
+    view,
+    write_safetensors,
 )
-from prism_fast.protocol.errors import BundleRejected
+from prism_fast.program.format import StateTensor
+from prism_fast.protocol.errors import BundleRejected, DataError
 
-
-class Model(nn.Module):
-    def __init__(self, seed=0, width=6):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(11, width)
-        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm1d(width)
-        self.gain = nn.Parameter(torch.randn(5).bfloat16())
-        self.head = nn.Linear(width, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("empty", torch.empty(0, 4))
-
-
-def share(model):
-    entries = layout_of(model)
-    region = SharedRegion.create("test", region_bytes(entries))
-    shared = WeightShare(model, entries, SharedRegion(os.dup(region.fd), writable=True))
-    region.close_to_writers()
-    return entries, region, shared
-
-
-def test_an_evaluator_sees_every_step_without_a_copy():
-    trainer, other = Model(1), Model(2)
-    entries, region, shared = share(trainer)
-    adopter = Adopter(other, from_json(to_json(entries)), region)
-    adopter.adopt()
-    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
-    for step in range(3):
-        loss = (trainer.embedding.weight**2).sum() + trainer.conv.weight.sum() + trainer.gain.float().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        trainer.norm(torch.randn(4, 6) + step)
-        shared.refresh()
-        adopter.refresh()
-        for name, value in trainer.state_dict().items():
-            assert torch.equal(other.state_dict()[name], value), name
-    assert other.embedding.weight.data_ptr() == other.head.weight.data_ptr()
-    assert other.conv.weight.stride() == trainer.conv.weight.stride()
-
-
-def test_a_parameter_whose_storage_was_replaced_is_shared_again():
-    trainer, other = Model(1), Model(2)
-    entries, region, shared = share(trainer)
-    adopter = Adopter(other, entries, region)
-    adopter.adopt()
-    trainer.gain.data = torch.full((5,), 3.0).bfloat16()
-    shared.refresh()
-    assert torch.equal(other.gain, trainer.gain)
-    with torch.no_grad():
-        trainer.gain.add_(1)
-    assert torch.equal(other.gain, torch.full((5,), 4.0).bfloat16())
-
-
-def test_a_trainer_of_another_dtype_is_adopted_in_its_own():
-    trainer, other = Model(1).to(torch.bfloat16), Model(1)
-    entries, region, _ = share(trainer)
-    adopter = Adopter(other, entries, region)
-    assert adopter.differs_from_init() is None
-    adopter.adopt()
-    assert other.head.weight.dtype == torch.bfloat16 and torch.equal(other.head.weight, trainer.head.weight)
-
-
-def test_any_changed_bit_of_the_init_is_named():
-    trainer = Model(1)
-    with torch.no_grad():
-        trainer.gain[2] += 1
-    entries, region, _ = share(trainer)
-    assert Adopter(Model(1), entries, region).differs_from_init() == "gain"
-    assert Adopter(Model(2), entries, region).differs_from_init() is not None
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: m.add_module("extra", nn.Linear(2, 2)), "does not know extra.bias, extra.weight"),
-        (lambda m: m.__delattr__("gain"), "missing gain"),
-        (lambda m: setattr(m, "gain", nn.Parameter(torch.randn(4))), "another shape gain"),
-    ],
+STATE = (
+    StateTensor("head.weight", "float32", (5, 3), True),
+    StateTensor("embedding.weight", "float32", (5, 3), True, "head.weight"),
+    StateTensor("steps", "int64", (), False),
+    StateTensor("nothing", "float32", (0, 4), False),
+    StateTensor("scale", "bfloat16", (7,), True),
+    StateTensor("phase", "complex64", (2,), True),
 )
-def test_another_model_than_the_declared_one_is_rejected_by_name(change, words):
-    trainer = Model(1)
-    change(trainer)
-    entries, region, _ = share(trainer)
-    with pytest.raises(BundleRejected, match=words) as caught:
-        Adopter(Model(1), entries, region)
-    assert caught.value.rule == "prism:model-mismatch"
 
 
-@pytest.mark.parametrize(
-    "document",
-    [None, 5, [[1]], [["a", "float32", [2], [1], -64, True]], [["a", "float32", [2], [1], 3, True]],
-     [["a", "object", [2], [1], 0, True]], [["a", "float32", [2**60], [1], 0, True]],
-     [["a", "float32", [2, 2], [1], 0, True]], [["a", "float32", ["2"], [1], 0, True]]],
-)  # fmt: skip
-def test_a_layout_from_another_process_is_checked(document):
-    with pytest.raises(BundleRejected):
-        from_json(document)
+@pytest.fixture
+def filled():
+    slots = slots_of(STATE)
+    region = SharedRegion.create("test", region_bytes(slots))
+    with SharedRegion.writer(region) as writer:
+        for seed, slot in enumerate(slots):
+            if not slot.tied:
+                bytes_at(slot, writer)[:] = np.random.default_rng(seed).integers(0, 255, slot.nbytes)
+    return slots, region
 
 
-def test_saved_weights_load_into_a_region(tmp_path):
-    from safetensors.torch import save_file
+def test_places_are_aligned_disjoint_and_shared_by_tied_tensors_alone():
+    slots = {slot.name: slot for slot in slots_of(STATE)}
+    assert slots["embedding.weight"].offset == slots["head.weight"].offset and slots["embedding.weight"].tied
+    ends = sorted((s.offset, s.offset + s.nbytes) for s in slots.values() if not s.tied and s.nbytes)
+    assert all(begin % ALIGNMENT == 0 for begin, _ in ends)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+    assert from_json(to_json(list(slots.values()))) == list(slots.values())
 
-    trainer = Model(3)
-    save_file({k: v.contiguous().clone() for k, v in trainer.state_dict().items()}, tmp_path / "w.safetensors")
-    layout, region = load_state(tmp_path / "w.safetensors")
-    other = Model(4)
-    Adopter(other, from_json(layout), region).adopt()
-    for name, value in trainer.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
+
+def test_a_complex_number_counts_as_two():
+    slots = {slot.name: slot.numbers for slot in slots_of(STATE)}
+    assert slots["phase"] == 4 and slots["head.weight"] == 15 and slots["steps"] == 1 and slots["nothing"] == 0
+
+
+def test_a_dtype_that_no_weights_file_holds_is_rejected():
+    with pytest.raises(BundleRejected, match="complex128"):
+        slots_of((StateTensor("w", "complex128", (2,), True),))
+
+
+def test_a_file_of_the_state_is_what_safetensors_reads_and_comes_back_the_same(filled, tmp_path):
+    slots, region = filled
+    write_safetensors(slots, region, tmp_path / "w.safetensors")
+    loaded = load_file(tmp_path / "w.safetensors")
+    assert set(loaded) == {slot.name for slot in slots}
+    for slot in slots:
+        assert loaded[slot.name].shape == slot.shape
+        ours, theirs = view(slot, region).reshape(-1), loaded[slot.name].reshape(-1)
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), slot.name
+    assert first_difference(slots, region, read_safetensors(tmp_path / "w.safetensors", slots)) is None
+    assert safetensors_dtypes(tmp_path / "w.safetensors") == {slot.name: slot.dtype for slot in slots}
+
+
+def test_the_first_tensor_that_differs_is_named(filled):
+    slots, region = filled
+    other = SharedRegion.create("test", region_bytes(slots))
+    with SharedRegion.writer(other) as writer:
+        writer.array()[: region_bytes(slots)] = region.array()[: region_bytes(slots)]
+        bytes_at(slots[4], writer)[3] ^= 1
+    assert first_difference(slots, region, other) == "scale"
+
+
+@pytest.mark.parametrize("change", ["missing", "more", "shape", "dtype", "cut", "rubbish"])
+def test_a_file_of_another_state_is_refused_by_name(filled, tmp_path, change):
+    slots, region = filled
+    path = tmp_path / "w.safetensors"
+    write_safetensors(slots, region, path)
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors["scale"]
+    elif change == "more":
+        tensors["other"] = torch.zeros(1)
+    elif change == "shape":
+        tensors["scale"] = tensors["scale"][:6].clone()
+    elif change == "dtype":
+        tensors["scale"] = tensors["scale"].float()
+    save_file(tensors, path)
+    if change == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif change == "rubbish":
+        path.write_bytes(b"\xff" * 100)
+    with pytest.raises(DataError, match=r"w\.safetensors"):
+        read_safetensors(path, slots)
 
 
 def in_child(code: str, fd: int) -> int:

@@ -34,61 +34,61 @@ def channel(tmp_path):
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen(1)
-    runner = wire.RunnerChannel(path)
+    rank = wire.RankChannel(path)
     referee = wire.Channel(server.accept()[0])
-    yield runner, referee
-    runner.close()
+    yield rank, referee
+    rank.close()
     referee.close()
     server.close()
 
 
 def test_a_stop_is_seen_without_blocking(channel):
-    runner, referee = channel
-    assert runner.stop_requested() is None
+    rank, referee = channel
+    assert rank.stop_requested() is None
     referee.send_json(wire.STOP, {"reason": "interrupted"})
-    assert runner.stop_requested() == "interrupted"
-    assert runner.stop_requested() == "interrupted"
+    assert rank.stop_requested() == "interrupted"
+    assert rank.stop_requested() == "interrupted"
 
 
 def test_a_referee_that_is_gone_stops_the_loop(channel):
-    runner, referee = channel
+    rank, referee = channel
     referee.close()
-    assert runner.stop_requested() == "referee gone"
+    assert rank.stop_requested() == "referee gone"
 
 
 def test_ask_waits_for_go_and_obeys_stop(channel):
-    runner, referee = channel
+    rank, referee = channel
     referee.send(wire.GO)
     referee.send(wire.GO)
-    assert runner.ask(0).kind == runner.ask(1).kind == wire.GO
+    assert rank.ask(0).kind == rank.ask(1).kind == wire.GO
     referee.send_json(wire.STOP, {"reason": "wall_clock"})
-    assert runner.ask(2) == "wall_clock"
+    assert rank.ask(2) == "wall_clock"
     assert [frame.kind for frame in referee.receive_now()] == [wire.READY] * 3
 
 
 def test_polling_an_idle_channel_returns_at_once(channel):
-    runner, referee = channel
-    assert referee.receive_now() == [] and runner.receive_now() == []
+    rank, referee = channel
+    assert referee.receive_now() == [] and rank.receive_now() == []
 
 
 def test_a_descriptor_travels_with_its_frame(channel, tmp_path):
-    runner, referee = channel
+    rank, referee = channel
     path = tmp_path / "passed"
     path.write_text("by descriptor")
     with path.open() as f:
         referee.send(wire.REGION, b"first", fd=f.fileno())
     referee.send(wire.BATCH, b"x" * 100_000)
-    frame = runner.wait_for(wire.REGION)
+    frame = rank.wait_for(wire.REGION)
     with open(frame.fd) as received:
         assert received.read() == "by descriptor"
-    assert len(runner.wait_for(wire.BATCH).body) == 100_000
+    assert len(rank.wait_for(wire.BATCH).body) == 100_000
 
 
 def test_a_frame_that_lacks_its_descriptor_is_refused(channel):
-    runner, referee = channel
+    rank, referee = channel
     referee.send(wire.REGION)
     with pytest.raises(wire.FrameError, match="descriptor"):
-        runner.receive(timeout=5)
+        rank.receive(timeout=5)
 
 
 def test_a_peer_that_answers_and_goes_at_once_is_still_sent_to():
@@ -98,13 +98,13 @@ def test_a_peer_that_answers_and_goes_at_once_is_still_sent_to():
     def send_then_lose_the_peer(*arguments):
         sent = real(*arguments)
         theirs.recv(1 << 16)
-        theirs.sendall(wire.encode(wire.ADOPTED, b"{}"))
+        theirs.sendall(wire.encode(wire.LOADED, b"{}"))
         theirs.close()
         return sent
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as file:
         patch.setattr(socket, "send_fds", send_then_lose_the_peer)
         channel = wire.Channel(ours)
-        channel.send(wire.ADOPT, b"{}", fd=file.fileno())
-        assert channel.receive(5).kind == wire.ADOPTED
+        channel.send(wire.STATE, b"{}", fd=file.fileno())
+        assert channel.receive(5).kind == wire.LOADED
     channel.close()

@@ -1,5 +1,6 @@
 """The ledger: order, sums, constant memory, and a refusal of what does not belong."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -11,9 +12,17 @@ from prism_fast.protocol import constants as c
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import DataError, EngineFault
 
+GENESIS = hashlib.sha256(b"genesis").digest()
+
 
 def record(index, rank=0, nats=1.0, n_bytes=10, scored=4, faults=0):
     return LEDGER_RECORD.pack(index, nats, 0.5, n_bytes, scored, 1, 8, faults, 1, rank, 2)
+
+
+def bound(directory, world_size) -> Ledger:
+    ledger = Ledger(directory, world_size)
+    ledger.bind(GENESIS)
+    return ledger
 
 
 def test_the_packed_records_are_the_documented_dtypes():
@@ -44,7 +53,7 @@ def test_sums_have_the_same_bits_whichever_rank_reports_first(tmp_path):
     for trial in range(3):
         directory = tmp_path / str(trial)
         directory.mkdir()
-        ledger = Ledger(directory, 4)
+        ledger = bound(directory, 4)
         arrivals = [(i, r) for r in range(4) for i in range(50)]
         if trial:
             # any interleaving that keeps each rank's own order
@@ -63,7 +72,7 @@ def test_sums_have_the_same_bits_whichever_rank_reports_first(tmp_path):
 
 
 def test_ledger_file_holds_every_record_in_order(tmp_path):
-    ledger = Ledger(tmp_path, 2)
+    ledger = bound(tmp_path, 2)
     for i in range(3000):
         for r in (1, 0):
             ledger.add(r, record(i, r, nats=float(i)))
@@ -75,20 +84,20 @@ def test_ledger_file_holds_every_record_in_order(tmp_path):
 
 @pytest.mark.parametrize("body", [record(1), record(0, rank=1), b"short", record(0) + b"x"])
 def test_a_record_out_of_turn_is_refused(tmp_path, body):
-    ledger = Ledger(tmp_path, 1)
+    ledger = bound(tmp_path, 1)
     with pytest.raises(EngineFault):
         ledger.add(0, body)
 
 
 def test_a_repeated_record_is_refused(tmp_path):
-    ledger = Ledger(tmp_path, 1)
+    ledger = bound(tmp_path, 1)
     ledger.add(0, record(0))
     with pytest.raises(EngineFault, match="batch 0"):
         ledger.add(0, record(0))
 
 
 def test_step0_loss_is_the_first_batch_over_all_ranks(tmp_path):
-    ledger = Ledger(tmp_path, 2)
+    ledger = bound(tmp_path, 2)
     assert math.isnan(ledger.step0_loss)
     ledger.add(0, record(0, 0, nats=30.0, scored=10))
     ledger.add(1, record(0, 1, nats=10.0, scored=6))
@@ -99,10 +108,35 @@ def test_step0_loss_is_the_first_batch_over_all_ranks(tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:10], lambda b: b"X" + b[1:]])
 def test_a_damaged_record_file_is_named(tmp_path, damage):
-    ledger = Ledger(tmp_path, 1)
+    ledger = bound(tmp_path, 1)
     ledger.add(0, record(0))
     ledger.close()
     path = tmp_path / c.LEDGER_FILE
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"ledger\.bin"):
         layout.read_records(path, layout.LEDGER_MAGIC, layout.LEDGER_DTYPE)
+
+
+def test_no_record_is_taken_before_the_ledger_is_bound_and_it_is_bound_once(tmp_path):
+    ledger = Ledger(tmp_path, 1)
+    with pytest.raises(EngineFault, match="bound"):
+        ledger.add(0, record(0))
+    ledger.bind(GENESIS)
+    with pytest.raises(EngineFault, match="twice"):
+        ledger.bind(GENESIS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 3000])
+def test_the_chain_is_that_of_genesis_records_and_receipt_whatever_was_flushed_when(tmp_path, count):
+    ledger = bound(tmp_path, 1)
+    for index in range(count):
+        ledger.add(0, record(index))
+        if index % 700 == 0:
+            ledger.flush()
+    ledger.close()
+    ledger.seal(b"r" * 32)
+    assert layout.genesis_of(tmp_path / c.LEDGER_FILE) == GENESIS
+    links = layout.chain_of(tmp_path / c.LEDGER_FILE, GENESIS)
+    assert len(links) == 1 + -(-count // layout.CHAIN_RECORDS)
+    links.append(hashlib.sha256(links[-1] + b"r" * 32).digest())
+    assert (tmp_path / c.LEDGER_CHAIN_FILE).read_bytes() == b"".join(links) and ledger.chain == links[-1]

@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prism_fast.harness.process import jobs
 from prism_fast.harness.referee.ledger import Ledger, pack_record
-from prism_fast.harness.referee.results import RunFacts, build_documents
+from prism_fast.harness.referee.results import RunFacts, write_documents
 from prism_fast.protocol import constants as c
+from prism_fast.protocol import receipts
+from prism_fast.protocol.canonical import sha256_hex
 from prism_fast.protocol.ledger import OBSERVATIONS_DTYPE
 from prism_fast.protocol.manifest import RunManifest
 from prism_fast.protocol.run_spec import RunSpec
-from prism_fast.protocol.score import compute_score
 
 MACHINE = {
     "cpu": "one",
@@ -53,27 +55,52 @@ def manifest_of(run_dir: Path, seen: dict) -> RunManifest:
         vocab_size=50304,
         torch_threads=1,
     )
+    genesis = receipts.Genesis(
+        run_spec_sha256=spec.hash,
+        submission_id="s",
+        run_id="r",
+        script_sha256={"architecture.py": "a", "training.py": "t"},
+        data_dir="d",
+        data_source="d",
+        shard_count=1,
+        available_bytes=10_000,
+        programs=[],
+        initial_state_sha256=None,
+        pin=None,
+        distributed_contract=None,
+    )
     ledger = Ledger(run_dir, 1)
+    ledger.bind(bytes.fromhex(sha256_hex(receipts.document_bytes(genesis))))
     for index in range(20):
         ledger.add(0, pack_record(index, (1000.0 - index, 0.0, 400, 100, 4, 0), 104, 1, 0, 2))
         observation = np.zeros(1, OBSERVATIONS_DTYPE)
         observation["index"], observation["step_s"], observation["wall_s"] = index, seen["step_s"], index
         ledger.observe(0, observation.tobytes())
     ledger.close()
-    score = compute_score(
-        ledger.code_length, step0_loss=ledger.step0_loss, head_width=50304, faults=ledger.faults, heldout=None
+    done = jobs.Done(
+        rank=0,
+        stopped_reason="step_budget",
+        returned=seen["returned"],
+        peak_rss_bytes=seen["memory"],
+        peak_vram_bytes=seen["memory"],
+        peak_vram_reserved_bytes=seen["memory"],
+        forward_flops=seen["memory"],
+        save_s=seen["wall_s"],
     )
     facts = RunFacts(
         spec=spec,
-        submission_id="s",
-        run_id="r",
+        genesis=genesis,
         run_dir=run_dir,
-        data_dir="d",
-        data_source="d",
-        shard_count=1,
-        available_bytes=10_000,
-        hello={0: {"device": seen["device"], "machine": {**MACHINE, **seen["machine"]}}},
-        started={},
+        hello=jobs.Hello(
+            rank=0,
+            pid=1,
+            secret="",
+            device=seen["device"],
+            machine={**MACHINE, **seen["machine"]},
+            import_s=0.0,
+            prepare_s=0.0,
+        ),
+        done={0: done},
         model={
             "plan": {"corpus_bytes": 10_000, "corpus_tokens": 2_500},
             "model_params": 7,
@@ -83,25 +110,14 @@ def manifest_of(run_dir: Path, seen: dict) -> RunManifest:
             "batch_size": 2,
             "seq_len": 52,
         },
-        done={
-            0: {
-                "peak_rss_bytes": seen["memory"],
-                "peak_vram_bytes": seen["memory"],
-                "peak_vram_reserved_bytes": seen["memory"],
-                "forward_flops": seen["memory"],
-                "returned": seen["returned"],
-            }
-        },
         stopped_reason="step_budget",
+        heldout=None,
         startup_s={},
         train_s=seen["wall_s"],
         wall_s=seen["wall_s"],
         heldout_s=None,
-        ineligible_reasons=[],
-        probes=0,
-        script_sha256={"architecture.py": "a", "training.py": "t"},
     )
-    return build_documents(facts, ledger, score)[0]
+    return write_documents(facts, ledger)
 
 
 def test_gpu_count_and_everything_else_observed_leaves_the_score_as_it_is(tmp_path):

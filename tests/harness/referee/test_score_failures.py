@@ -154,7 +154,6 @@ def test_a_failed_run_leaves_nothing_of_an_earlier_scored_one(score, tmp_path):
     ("options", "words"),
     [
         (("--data", "no/such/place"), "no/such/place"),
-        (("--capture", "fused", "--seal", "sealed"), "use --seal open"),
         (("--seal", "open", "--isolation", "bwrap"), "use --seal sealed"),
         (("--accounting", "prism-v2", "--nproc", "2", "--policy", "off"), "use --seal open --nproc 1"),
         (("--seeds", "1,two"), "1,two"),

@@ -98,12 +98,13 @@ def test_weights_that_training_brings_along_are_rejected(score):
     assert "head.bias" in run.status()["message"]
 
 
-def test_a_forward_that_writes_to_its_weights_is_the_bundles_fault(score):
+def test_a_forward_that_writes_to_its_weights_behind_autograd_is_rejected(score):
     architecture = TINY_ARCHITECTURE.replace(
         "x = self.embedding(tokens)", "x = self.embedding(tokens)\n        self.mix.weight.data.mul_(1.0)"
     )
     run = score(architecture, options=SEALED)
-    assert run.code == 4 and "read-only" in run.status()["message"]
+    assert run.code == 3 and run.status()["rule"] == "prism:not-exportable"
+    assert ".data of a parameter" in run.status()["message"]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from prism_fast.harness.process.jobs import Hello, Started
 from prism_fast.harness.referee.launch import TrainerResult, single_rank_environment
 from prism_fast.harness.referee.seed_run import startup_parts
 from prism_fast.profiling.machine import process_age_s
@@ -46,15 +47,15 @@ def test_a_single_ranks_environment_has_every_variable_that_torchrun_sets():
 
 def test_the_parts_of_the_start_add_up():
     result = TrainerResult(
-        hello={0: {"import_s": 3.0, "prepare_s": 0.25}},
-        started={0: {"bundle_import_s": 0.5}},
+        hello={0: Hello.model_construct(import_s=3.0, prepare_s=0.25)},
+        started={0: Started(rank=0, bundle_import_s=0.5)},
         launch_s=4.0,
-        adoption_s=1.0,
+        tracing_s=1.0,
         first_batch_s=1.5,
     )
     parts = startup_parts(result)
     assert sum(parts.values()) == pytest.approx(4.0 + 0.5 + 1.5)
-    assert parts["launch"] == 0.75 and parts["bundle_setup"] == 0.5 and parts["evaluators"] == 1.0
+    assert parts["launch"] == 0.75 and parts["bundle_setup"] == 0.5 and parts["programs"] == 1.0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

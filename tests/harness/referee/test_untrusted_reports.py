@@ -1,4 +1,4 @@
-"""What a bundle's processes say is checked where it arrives: bounds, types, order, blame."""
+"""Everything a bundle's process reports is held to its form before it is believed or written anywhere."""
 
 import os
 import shutil
@@ -6,31 +6,34 @@ import socket
 import struct
 
 import numpy as np
+import orjson
 import pytest
-import torch
 
-from prism_fast.harness.process import wire
+from prism_fast.harness.process import jobs, wire
 from prism_fast.harness.process.artifacts import MAX_DEPTH, directory_bytes, make_removable
-from prism_fast.harness.process.state_layout import Entry
-from prism_fast.harness.referee.evaluator_client import MAX_MESSAGE, reported_fault
-from prism_fast.harness.referee.launch import done_facts, started_facts
 from prism_fast.harness.referee.ledger import Ledger
-from prism_fast.harness.referee.probes import SUSPECTS, TOLERANCE, ProbePlan, TokenFrequencies, same_prefix
-from prism_fast.harness.referee.sealed import checked_request
+from prism_fast.harness.referee.session import checked_request
 from prism_fast.protocol import ledger as layout
 from prism_fast.protocol.errors import BundleFailed, BundleRejected, EngineFault
-from prism_fast.protocol.manifest import HeadBlock
 from prism_fast.protocol.run_spec import RunSpec
 
-REQUEST = {"batch_size": 4, "seq_len": 64, "basis": "tokens"}
+SHARE = {
+    "batch_size": 4,
+    "seq_len": 64,
+    "basis": "tokens",
+    "dtypes": {"w": "float32"},
+    "other_dtypes": {},
+    "matmul_precision": "highest",
+}
 DONE = {
+    "rank": 0,
     "stopped_reason": "step_budget",
     "returned": None,
     "peak_rss_bytes": 1,
     "peak_vram_bytes": None,
     "peak_vram_reserved_bytes": None,
     "forward_flops": None,
-    "head": HeadBlock().model_dump(),
+    "save_s": 0.5,
 }
 
 
@@ -40,71 +43,87 @@ def spec(**other) -> RunSpec:
     )
 
 
+def share(**other) -> jobs.ShareRequest:
+    return jobs.read(jobs.ShareRequest, orjson.dumps({**SHARE, **other}))
+
+
 @pytest.mark.parametrize(
-    ("wrong", "rule"),
+    "wrong",
     [
-        ({"seq_len": 65}, "prism:batch-request"),
-        ({"seq_len": 1}, "prism:batch-request"),
-        ({"seq_len": True}, "prism:batch-request"),
-        ({"seq_len": 8.0}, "prism:batch-request"),
-        ({"batch_size": 0}, "prism:batch-request"),
-        ({"batch_size": 65536}, "prism:batch-request"),
-        ({"batch_size": "4"}, "prism:batch-request"),
-        ({"basis": "letters"}, "prism:tokenizer"),
+        {"seq_len": True},
+        {"seq_len": 8.0},
+        {"batch_size": "4"},
+        {"basis": "letters"},
+        {"more": 1},
+        {"dtypes": [1]},
+        {"dtypes": {"w" * 600: "float32"}},
+        {"matmul_precision": "best"},
     ],
 )
-def test_the_referee_holds_a_request_to_the_runs_own_bounds(wrong, rule):
-    assert checked_request({**REQUEST, "more": 1}, spec()) == REQUEST
+def test_a_request_is_held_to_its_types(wrong):
+    with pytest.raises(BundleFailed, match="ShareRequest"):
+        share(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"seq_len": 65}, {"seq_len": 1}, {"batch_size": 0}, {"batch_size": 65536}])
+def test_the_referee_holds_a_request_to_the_runs_own_bounds(wrong):
+    assert checked_request(share(), spec())["seq_len"] == 64
     with pytest.raises(BundleRejected) as e:
-        checked_request({**REQUEST, **wrong}, spec())
-    assert e.value.rule == rule
+        checked_request(share(**wrong), spec())
+    assert e.value.rule == "prism:batch-request"
 
 
 def test_a_pinned_batch_size_binds_the_request_too():
     with pytest.raises(BundleRejected):
-        checked_request(REQUEST, spec(batch_size=5))
+        checked_request(share(), spec(batch_size=5))
 
 
 @pytest.mark.parametrize("basis", ["tokens", "bytes"])
 def test_a_byte_run_may_be_asked_for_by_its_own_tokenizer_or_by_none(basis):
-    assert checked_request({**REQUEST, "basis": basis}, spec(tokenizer="bytes"))["basis"] == basis
+    assert checked_request(share(basis=basis), spec(tokenizer="bytes"))["basis"] == basis
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"peak_rss_bytes": "many"},
-        {"peak_rss_bytes": float("nan")},
         {"peak_rss_bytes": -1},
+        {"peak_rss_bytes": 1.5},
         {"peak_vram_bytes": [1]},
         {"forward_flops": -5},
-        {"head": {"audits": -1}},
-        {"head": {"used": "neither"}},
-        {"head": 5},
+        {"save_s": 1e300},
+        {"returned": "x" * 10**6},
+        {"rank": 9},
     ],
 )
 def test_a_ranks_last_report_is_held_to_its_types(wrong):
-    assert done_facts(DONE) == DONE
-    with pytest.raises((TypeError, ValueError)):
-        done_facts({**DONE, **wrong})
-    assert len(done_facts({**DONE, "returned": "x" * 10**6})["returned"]) == 1000
+    assert jobs.read(jobs.Done, orjson.dumps(DONE)).model_dump(exclude_unset=True) == DONE
+    with pytest.raises(BundleFailed, match=f"Done.{next(iter(wrong))}"):
+        jobs.read(jobs.Done, orjson.dumps({**DONE, **wrong}))
 
 
-def test_a_start_without_its_time_is_none():
-    for document in ([], {"bundle_import_s": "soon"}, {}):
-        with pytest.raises((KeyError, TypeError, ValueError)):
-            started_facts(document)
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"", b"[" * 10**6, b'{"rank": 0, "bundle_import_s": NaN}', b"\xff"])
+def test_a_start_that_is_none_is_the_bundles_fault(body):
+    with pytest.raises(BundleFailed, match="Started"):
+        jobs.read(jobs.Started, body)
+
+
+def test_whatever_is_raised_while_a_bundle_is_handled_is_that_bundles_fault():
+    with pytest.raises(BundleFailed, match="rank 3: ZeroDivisionError"), jobs.handling("rank 3"):
+        1 / 0  # noqa: B018
+    with pytest.raises(OSError), jobs.handling("rank 3"):
+        raise OSError(28, "No space left on device")
 
 
 def test_blame_cannot_be_put_on_the_engine_once_bundle_code_runs():
-    fault = {"kind": "engine", "rule": None, "message": "disk\nfull\x1b[2J" + "x" * 10**5}
-    assert isinstance(reported_fault(fault, ours_possible=True), EngineFault)
-    error = reported_fault(fault, ours_possible=False)
+    fault = jobs.Fault(kind="engine", message="disk\nfull\x1b[2J" + "x" * 90_000)
+    assert isinstance(fault.error(ours_possible=True), EngineFault)
+    error = fault.error(ours_possible=False)
     assert isinstance(error, BundleFailed) and error.rule == "prism:runtime-error"
-    assert str(error).startswith("disk full [2J") and len(str(error)) == MAX_MESSAGE
-    named = reported_fault({"kind": "rejected", "rule": "prism:tokenizer", "message": ""}, ours_possible=False)
+    assert str(error).startswith("disk full [2J") and len(str(error)) == jobs.MAX_MESSAGE
+    named = jobs.Fault(kind="rejected", rule="prism:tokenizer", message="").error(ours_possible=False)
     assert isinstance(named, BundleRejected) and named.rule == "prism:tokenizer"
-    made_up = reported_fault({"kind": "rejected", "rule": "prism:fine", "message": ""}, ours_possible=False)
+    made_up = jobs.Fault(kind="rejected", rule="prism:fine", message="").error(ours_possible=False)
     assert made_up.rule == "prism:runtime-error"
 
 
@@ -184,36 +203,3 @@ def test_descriptors_from_a_peer_that_may_not_send_any_are_not_taken():
         socket.send_fds(theirs, [struct.pack("<BI", wire.REGION, 0)], [0])
         with pytest.raises(wire.FrameError):
             wire.Channel(ours, descriptors=False).receive(5)
-
-
-def test_half_the_cuts_fall_behind_what_was_predicted_suspiciously_well():
-    surprise = np.random.default_rng(0).normal(size=(4, 128))
-    surprise[2, 17] = 12.0
-    plan = ProbePlan(10**6)
-    cuts = [plan.cut_after(surprise) for _ in range(4000)]
-    assert all(1 <= cut < surprise.size for cut in cuts)
-    behind = sum(cut == 2 * 128 + 17 + 1 for cut in cuts)
-    assert behind > 4000 / (2 * SUSPECTS) * 0.7  # a uniform cut would hit it 8 times
-    assert len(set(cuts)) > 300
-    assert plan.cut_after(np.full((1, 2), -np.inf)) == 1
-
-
-def test_what_a_target_costs_by_its_frequency():
-    seen = TokenFrequencies(4)
-    seen.add(np.array([[2, 2, -100], [2, 1, 2]]))
-    cost = seen.nats(np.array([2, 0, -100]))
-    assert cost[:2] == pytest.approx([np.log(9 / 5), np.log(9 / 1)]) and cost[2] == -np.inf
-
-
-def test_logits_within_the_tolerance_are_equal_and_beyond_it_not():
-    first = torch.zeros(1, 2, 3)
-    first[0, 1, 2] = float("inf")
-    for step, equal in ((TOLERANCE / 2, True), (TOLERANCE * 2, False)):
-        second = first.clone()
-        second[0, 0, 0] += step
-        assert same_prefix(first, second, 2) is equal
-
-
-def test_a_complex_parameter_is_two_numbers():
-    assert Entry("w", "complex64", (3, 5), (5, 1), 0, True).numel == 30
-    assert Entry("w", "float32", (3, 5), (5, 1), 0, True).numel == 15

@@ -1,5 +1,8 @@
 """The original engine's rules in plain Python and torch, token by token: what `--accounting prism-v2` must reproduce.
 
+One is mended: held-out text ends at its byte budget, and what is left after the last whole batch is rows of the
+sequence length and what remains of one, not one row of any width, which a table of positions cannot take.
+
 `python prism_v2_reference.py JOB.json` runs a bundle in this process and prints its figures as JSON. It shares no code
 with the engine but the tokenizer's ranks.
 """
@@ -89,9 +92,12 @@ class Original:
             text += document.encode()
             if len(text) >= self.job["held_out_bytes"]:
                 break
-        nats, covered, wanted = 0.0, 0, 8 * self.sequence_length
-        for begin in range(0, len(text), wanted):
-            tokens = rows_of([b % self.vocab_size for b in text[begin : begin + wanted]], 8, self.sequence_length)
+        ids = [b % self.vocab_size for b in text[: self.job["held_out_bytes"]]]
+        nats, covered, width = 0.0, 0, self.sequence_length
+        whole = len(ids) // width * width
+        cuts = [(begin, min(begin + 8 * width, whole)) for begin in range(0, whole, 8 * width)] + [(whole, len(ids))]
+        for begin, end in cuts:
+            tokens = rows_of(ids[begin:end], max(1, (end - begin) // width), width)
             if tokens.numel() >= 2:
                 nats += loss_of(model, tokens) * tokens.shape[0] * (tokens.shape[1] - 1)
                 covered += tokens.numel()

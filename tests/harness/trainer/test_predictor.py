@@ -1,7 +1,6 @@
-"""Predicting leaves no trace on the miner's model, and reads the logits that a model may return in any form."""
+"""Predicting leaves no trace on the miner's model."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from prism_fast.harness.trainer.predictor import (
     EvalMode,
     InProcessPredictor,
     check_parameter_cap,
-    logits_of,
     parameter_count,
-    unwrap,
 )
 from prism_fast.protocol.errors import BundleFailed, BundleRejected
 
@@ -157,48 +154,6 @@ def test_a_prediction_reads_no_device_value():
     with HostReads() as seen:
         torch.ones(1).item()
     assert seen.reads == 1
-
-
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: SimpleNamespace(logits=x), lambda x: (x, None), lambda x: [x]])
-def test_logits_are_found_in_every_documented_form(form):
-    logits = torch.zeros(2, 3, V)
-    assert logits_of(form(logits), 2, 3, V) is logits
-
-
-def test_one_row_may_come_without_its_batch_dimension():
-    assert logits_of(torch.zeros(3, V), 1, 3, V).shape == (1, 3, V)
-
-
-@pytest.mark.parametrize(
-    "output",
-    [None, {}, (), "logits", torch.zeros(2, 3), torch.zeros(2, 4, V), torch.zeros(2, 3, V, dtype=torch.long)],
-)
-def test_anything_else_is_an_error_that_says_what_was_expected(output):
-    with pytest.raises(BundleFailed, match=r"expected float logits of shape \[2, 3, V\]") as caught:
-        logits_of(output, 2, 3, V)
-    assert caught.value.rule == "prism:output-shape"
-
-
-def test_a_narrow_head_is_rejected_and_a_wide_one_is_not():
-    with pytest.raises(BundleRejected, match="49 wide"):
-        logits_of(torch.zeros(2, 3, V - 1), 2, 3, V)
-    logits_of(torch.zeros(2, 3, V + 14), 2, 3, V)
-
-
-def test_a_tensor_subclass_cannot_answer_for_its_logits():
-    class Liar(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            return torch.zeros(())
-
-    found = logits_of(torch.ones(2, 3, V).as_subclass(Liar), 2, 3, V)
-    assert type(found) is torch.Tensor and found.sum() == 2 * 3 * V
-
-
-def test_wrappers_are_taken_off():
-    model = Model()
-    assert unwrap(torch.compile(model)) is model
-    assert unwrap(torch.compile(nn.DataParallel(model))) is model
 
 
 def test_tied_parameters_count_once_and_the_cap_binds():

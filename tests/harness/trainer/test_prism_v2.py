@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -12,10 +13,11 @@ from prism_fast.data.contiguous import ContiguousStream, WholeBytes
 from prism_fast.data.corpus import resolve_data
 from prism_fast.data.tokenizers import reference_tokenizer
 from prism_fast.harness.audits.verify import verify_run
+from prism_fast.harness.trainer.prism_v2 import cut_in_rows
 from prism_fast.protocol.errors import UsageError
 from prism_fast.protocol.manifest import RunSummary
 from prism_fast.report.rank import rank_runs
-from tests.harness.conftest import TINY_ARCHITECTURE, TINY_TRAINING, score_command, seed_training, write_bundle
+from tests.harness.conftest import ROOT, TINY_ARCHITECTURE, TINY_TRAINING, score_command, seed_training, write_bundle
 from tests.report.conftest import write_run
 
 from .prism_v2_reference import documents
@@ -108,6 +110,45 @@ def test_the_originals_figures_are_reproduced(tmp_path, original_layout, cache_d
     assert "accounting prism-v2" in done.stdout and "accounting prism-v2" in done.stderr
     assert json.loads((seed_dir / "heldout.json").read_bytes())["accounting"] == "prism-v2"
     assert list(verify_run(seed_dir, data=str(original_layout), cache_dir=cache_dir)) == []
+
+
+@pytest.mark.parametrize("seq_len", [128, pytest.param(100, marks=pytest.mark.long)])
+def test_a_model_with_a_table_of_positions_has_its_held_out_figure(score, seq_len):
+    # 100: the byte budget is no multiple of a row
+    options = ("--accounting=prism-v2", "--step-budget=2", "--val-byte-budget=1500", f"--seq-len={seq_len}")
+    run = score(bundle=ROOT / "examples" / "transformer_tiny", options=options)
+    assert run.code == 0, run.stderr
+    found, heldout = run.manifest(), run.json("heldout.json")
+    assert found.score.heldout_delta is not None and "degraded" not in run.stderr
+    assert {heldout[part]["bytes"] for part in ("twin", "trained", "train_prefix")} == {1500}
+
+
+def test_a_model_that_fails_on_held_out_text_has_no_figure_and_the_run_a_score(score):
+    fails = "assert self.training or tokens.max() > 255\n        "  # held-out text is bytes
+    breaks = TINY_ARCHITECTURE.replace("x = self.embedding", f"{fails}x = self.embedding")
+    run = score(architecture=breaks, options=("--accounting=prism-v2", "--step-budget=2"))
+    assert run.code == 0, run.stderr
+    assert run.manifest().score.heldout_delta is None
+    assert "no held-out figure, the score is degraded: the model's forward failed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "shapes"),
+    [
+        (0, []),
+        (1, []),
+        (2, [(1, 2)]),
+        (16, [(1, 16)]),
+        (17, [(1, 16)]),
+        (128, [(8, 16)]),
+        (128 + 16 * 3 + 5, [(8, 16), (3, 16), (1, 5)]),
+    ],
+)
+def test_held_out_rows_are_never_wider_than_the_sequence_length(count, shapes):
+    cut = list(cut_in_rows(np.arange(count), 16))
+    assert [rows.shape for rows in cut] == shapes
+    dropped = 1 if count in (1, 17) else 0
+    assert [i for rows in cut for i in rows.reshape(-1).tolist()] == list(range(count - dropped))
 
 
 @pytest.mark.parametrize("option", [("--seal", "sealed"), ("--nproc", "2", "--policy", "off")])

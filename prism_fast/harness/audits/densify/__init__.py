@@ -1,6 +1,6 @@
 """`prism-fast densify`: a closer look at a scored run, on the host, from what it left behind. It never ranks.
 
-Two panels: long context, from the trained weights behind an evaluator of their own (`long_context`), and sample
+Two panels: long context, from the trained weights behind executors (`long_context`), and sample
 efficiency, from the series alone (`sample_efficiency`). What was not run is null with a reason. One new file is
 written beside the run's, `prism_densify.v1.json`; no file of the run is touched.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from prism_fast.harness.audits.densify.sample_efficiency import sample_efficiency_panel
 from prism_fast.harness.bundle.bundle import Bundle, load_bundle
-from prism_fast.harness.process.isolation import bwrap_fault, resolve_isolation
+from prism_fast.harness.process.isolation import bwrap_fault, data_places, resolve_isolation
 from prism_fast.harness.process.processes import descendants, end_processes
 from prism_fast.harness.referee.request import Prepared, Reporter, SilentReporter
 from prism_fast.protocol import constants as c
@@ -122,10 +122,11 @@ def _long_context(
     if isolation == "none" and request.isolation == "auto":
         reporter.warn(f"isolation: none, architecture.py runs unsandboxed as this user: {bwrap_fault()}")
     keep = set(descendants(os.getpid()))
-    own = spec.model_copy(update={"seal": "sealed", "isolation": isolation})  # an evaluator is shown no data
+    own = spec.model_copy(update={"seal": "sealed", "isolation": isolation})  # no text for its code
     try:
         with tempfile.TemporaryDirectory(prefix="prism-densify-") as private:
-            prepared = Prepared(bundle, corpus, corpus, None, None, isolation)
+            hidden = data_places(corpus, places=(request.data, request.val))
+            prepared = Prepared(bundle, corpus, corpus, None, None, isolation, hidden=hidden)
             model = TrainedModel(own, prepared, seed_dir / c.WEIGHTS_FILE, Path(private), manifest.engine.basis)
             try:
                 return long_context_panel(model, corpus, manifest, request.val_byte_budget)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from prism_fast.harness.audits.densify.trained import NotFeasible, TrainedModel
-from prism_fast.harness.referee.heldout import MICRO_BATCH_TOKENS, Documents, Pass
+from prism_fast.harness.marking.heldout import MICRO_BATCH_TOKENS, Documents, Pass
 from prism_fast.protocol import manifest as m
 from prism_fast.protocol.score import uniform_bpb
 
@@ -55,7 +55,7 @@ def long_context_panel(model: TrainedModel, corpus: Any, manifest: m.RunManifest
         "associative_recall": probes.associative_recall,
         "induction": probes.induction,
         "loss_by_lag": probes.loss_by_lag,
-        # Last, since a length that the model cannot take costs its evaluator.
+        # Last, since it captures the model again for each length.
         "bpb_at_length": lambda: bpb_at_length(model, documents, length),
     }
     for name, ask in questions.items():
@@ -79,15 +79,7 @@ def bpb_at_length(model: TrainedModel, documents: Documents, trained_length: int
             row["reason"] = f"no document of the text is longer than the {last} tokens of the row before"
         else:
             try:
-                whole = Pass(
-                    model,  # type: ignore[arg-type]
-                    None,
-                    documents,
-                    length,
-                    tokenizer.eot,
-                    tokenizer.n_vocab,
-                    lambda: None,
-                )
+                whole = Pass(model, documents, (length,), tokenizer.eot, lambda: None)
                 row["bpb"] = whole.code_length.bpb
                 row["chance"] = uniform_bpb(tokenizer.n_vocab, whole.tokens, whole.bytes)
             except NotFeasible as why:
@@ -173,7 +165,7 @@ class _Probes:
         full = rows[rows[:, 2] == self.length - 1]
         if not len(full):
             raise NotFeasible(f"no document of the text fills a row of {self.length} tokens")
-        tokens = np.concatenate([self.documents.batch(full[i : i + 1], self.eot)[0] for i in range(len(full))])
+        tokens = self.documents.batch(full, self.length, self.eot)[0]
         nll, lags = self._nll(tokens), lags_of(tokens)
         chance = math.log(self.model.tokenizer.n_vocab)
         buckets = [(None, None, lags == 0)]
@@ -197,7 +189,7 @@ class _Probes:
         """How often the first of each row's choices has the largest logit among them; an even share of a tie counts."""
         tokens, right = np.array(rows, np.int64), 0.0
         for part in self._parts(tokens):
-            logits = self.model.last_logits(tokens[part])
+            logits = self.model.last_logits(tokens[part], self.length)
             for own, choice in zip(logits, [choices[i] for i in part], strict=True):
                 scores = own[choice]
                 best = scores == scores.max()
@@ -205,13 +197,13 @@ class _Probes:
         return {"accuracy": right / len(rows), "chance": 1 / len(choices[0]), "trials": len(rows)}
 
     def _nll(self, tokens: np.ndarray) -> np.ndarray:
-        found = np.concatenate([self.model.nll(tokens[part]) for part in self._parts(tokens)])
+        found = np.concatenate([self.model.nll(tokens[part], self.length) for part in self._parts(tokens)])
         if not np.isfinite(found).all():
             raise NotFeasible("the model's losses are not finite")
         return found
 
     def _parts(self, tokens: np.ndarray) -> list[range]:
-        count = max(1, MICRO_BATCH_TOKENS // tokens.shape[1])
+        count = max(1, MICRO_BATCH_TOKENS // self.length)
         return [range(i, min(i + count, len(tokens))) for i in range(0, len(tokens), count)]
 
 

@@ -1,21 +1,24 @@
-"""The trained weights behind an evaluator, for questions no score is made of. A failed forward costs a restart."""
+"""The trained weights behind executors, for questions no score is made of: one for each width that is asked for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 
+from prism_fast.harness.marking.heldout import Marks
 from prism_fast.harness.process.isolation import Sandbox
-from prism_fast.harness.referee.evaluator_client import Evaluator
+from prism_fast.harness.process.shared_state import read_safetensors, safetensors_dtypes
+from prism_fast.harness.referee.executing import Executor, StatePredictor
 from prism_fast.harness.referee.request import Prepared
 from prism_fast.harness.referee.seed_run import ASSETS, bundle_environment
+from prism_fast.harness.referee.tracing import Tracer
+from prism_fast.protocol import constants as c
 from prism_fast.protocol.errors import PrismError
 from prism_fast.protocol.run_spec import RunSpec
 
-ANSWER_SECONDS = 300.0
+ANSWER_SECONDS = 600.0  # one forward, or a model built and captured
 
 
 class NotFeasible(Exception):
@@ -23,63 +26,84 @@ class NotFeasible(Exception):
 
 
 class TrainedModel:
-    """Answers tokens with logits from a run's trained weights. `basis`: "tokens" or "bytes", as it was trained on."""
+    """Answers tokens from a run's trained weights. `basis`: "tokens" or "bytes", as it was trained on."""
 
     def __init__(self, spec: RunSpec, prepared: Prepared, weights: Path, private: Path, basis: str) -> None:
-        import torch
-
         from prism_fast.data.tokenizers import reference_tokenizer
-        from prism_fast.harness.process.state_layout import load_state
-        from prism_fast.profiling.machine import usable_cpus
 
-        torch.set_num_threads(usable_cpus())
         self.spec, self.basis = spec, basis
         self.tokenizer = reference_tokenizer(spec.tokenizer if basis == "tokens" else "bytes")
-        self._prepared, self._private = prepared, private
-        self._layout, self._region = load_state(weights)
-        self._evaluator: Evaluator | None = None
+        self._prepared, self._private, self._weights = prepared, private, weights
+        self._executors: dict[int, Executor] = {}
 
-    def predict(self, tokens: np.ndarray, *, fused: bool = False) -> Any:
-        """int64 [B, L] -> `Prediction`, as of `Evaluator.predict`. Raises NotFeasible when the model fails on it."""
+    def mark(self, tokens: np.ndarray, targets: np.ndarray) -> Marks:
+        """Implements `marking.heldout.Predictor`. Raises NotFeasible when the model fails on rows of this width."""
         try:
-            if self._evaluator is None:
-                self._evaluator = self._start()
-            return self._evaluator.predict(np.ascontiguousarray(tokens), fused=fused)
+            executor = self._executor(tokens.shape[1])
+            return StatePredictor(executor, "trained", probe=False).mark(tokens, targets)
         except PrismError as error:
-            self.close()
-            raise NotFeasible(f"the model fails on rows of {tokens.shape[1]} tokens: {error}") from None
+            raise self._not_feasible(tokens.shape[1], error) from None
 
-    def nll(self, tokens: np.ndarray) -> np.ndarray:
-        """float64 [B, L - 1]: nats of tokens[:, 1:]; not finite where the model's logits are not."""
-        import torch
+    def nll(self, tokens: np.ndarray, width: int) -> np.ndarray:
+        """float64 [B, L - 1]: nats of tokens[:, 1:], in rows padded to `width`; not finite where the logits are not."""
+        return self._detail(tokens, width)[0][:, : tokens.shape[1] - 1]
 
-        from prism_fast.kernels import token_nll
+    def last_logits(self, tokens: np.ndarray, width: int) -> np.ndarray:
+        """float64 [B, V]: the logits after the last token, in rows padded to `width`."""
+        return self._detail(tokens, width)[1]
 
-        logits = self.predict(tokens).logits
-        losses = token_nll(logits[:, :-1], torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])))
-        assert isinstance(losses, torch.Tensor)
-        return losses.numpy().astype(np.float64)
+    def _detail(self, tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        rows, length = tokens.shape
+        padded = np.full((rows, width), self.tokenizer.eot, np.int64)
+        padded[:, :length] = tokens
+        targets = np.full((rows, width), -100, np.int64)
+        targets[:, : length - 1] = tokens[:, 1:]
+        targets[:, length - 1] = self.tokenizer.eot  # where the logits are asked for
+        try:
+            return self._executor(width).detail(padded, targets, "trained")
+        except PrismError as error:
+            raise self._not_feasible(width, error) from None
 
-    def last_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float64 [B, V]: the logits after the last token."""
-        return self.predict(tokens).logits[:, -1].double().numpy()
+    def _not_feasible(self, width: int, error: PrismError) -> NotFeasible:
+        if (executor := self._executors.pop(width, None)) is not None:
+            executor.close()
+        return NotFeasible(f"the model fails on rows of {width} tokens: {error}")
 
-    def _start(self) -> Evaluator:
-        sandbox = Sandbox(self.spec.isolation, hidden=tuple(sorted(ASSETS.glob("*.jsonl.gz"))))
-        evaluator = Evaluator(
+    def _executor(self, width: int) -> Executor:
+        if width in self._executors:
+            return self._executors[width]
+        sandbox = Sandbox(self.spec.isolation, hidden=self._prepared.hidden)
+        environment = bundle_environment(self._prepared, self.spec, self._private)
+        tracer = Tracer(
             self.spec,
             self._prepared.bundle,
             sandbox,
-            bundle_environment(self._prepared, self.spec, self._private),
-            self._private / "evaluator.log",
+            environment,
+            self._private / c.TRACER_LOG_FILE,
             tokenizer_dir=str(ASSETS),
-            deadline=lambda: monotonic() + ANSWER_SECONDS,
+            widths=(width,),
+            dtypes=safetensors_dtypes(self._weights),
+            compare=False,
         )
-        evaluator.n_vocab = self.tokenizer.n_vocab
-        evaluator.adopt(self._layout, self._region, check_init=False)
-        return evaluator
+        try:
+            traced = tracer.finish(lambda: monotonic() + ANSWER_SECONDS)
+        finally:
+            tracer.close()
+        executor = Executor(
+            self.spec,
+            sandbox,
+            environment,
+            self._private / c.EXECUTOR_LOG_FILE,
+            deadline=lambda: monotonic() + ANSWER_SECONDS,
+            probe_share=0.0,
+            may_tell=True,
+        )
+        self._executors[width] = executor
+        executor.load(traced, np.array(self.tokenizer.token_bytes, np.int32))
+        executor.adopt("trained", read_safetensors(self._weights, traced.slots))
+        return executor
 
     def close(self) -> None:
-        if self._evaluator is not None:
-            self._evaluator.close()
-            self._evaluator = None
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()

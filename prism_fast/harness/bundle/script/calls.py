@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator
 
 from prism_fast.harness.bundle.script import folding
 from prism_fast.harness.bundle.script.expressions import Expressions
@@ -34,6 +33,7 @@ from prism_fast.harness.bundle.script.values import (
 )
 
 MAX_DEPTH = 60
+STEPS_A_CALL = 6  # following one takes as long as looking at so many nodes
 STOPS_HERE = {"sys.exit", "os._exit", "os.abort", "builtins.exit", "builtins.quit", "os.execv", "os.execve"}
 RUNS_AT_EXIT = {"atexit.register"}
 
@@ -46,7 +46,7 @@ class Calls(Expressions):
         exact = True
         for argument in node.args:
             if isinstance(argument, ast.Starred):
-                inner = self.items(self.consumed(self.evaluate(argument.value)))
+                inner = self.unpacked(argument)
                 exact &= inner is not None
                 args += inner or []
             else:
@@ -57,6 +57,7 @@ class Calls(Expressions):
                 kwargs[keyword.arg] = value
             else:
                 exact &= isinstance(value, Table) and not value.open
+                self.spend(len(value.values) if isinstance(value, Table) else 0)
                 kwargs |= {str(k): v for k, v in value.values.items()} if isinstance(value, Table) else {}
         self.line = node.lineno
         return self.call(function, args, kwargs, node.lineno, exact=exact)
@@ -78,6 +79,7 @@ class Calls(Expressions):
                 options = [o for o in function.options if o != Known(None)]
                 return any_of([self.call(o, args, kwargs, line, exact=exact, certain=False) for o in options])
             case Partial():
+                self.spend(len(function.args) + len(function.kwargs))
                 args, kwargs = function.args + args, function.kwargs | kwargs
                 return self.call(function.function, args, kwargs, line, exact=exact, certain=certain)
             case Routine():
@@ -96,6 +98,7 @@ class Calls(Expressions):
         self.observer.called(Site(self.frame.script, line, None, name, tuple(args), kwargs))
         self._hand_over(args, kwargs)
         if name and not name.startswith("__"):
+            self.spend(len(self.built))
             for blueprint in list(self.built):  # the owner may be one of ours that was lost sight of
                 if isinstance(method := blueprint.lookup(name), Routine):
                     self._enter(method.bound(Thing(blueprint)), args, kwargs, exact, certain=False)
@@ -114,6 +117,9 @@ class Calls(Expressions):
         self, routine: Routine, args: list[Value], kwargs: dict[str, Value], exact: bool, certain: bool
     ) -> Value:
         node = routine.node
+        self.spend(
+            STEPS_A_CALL + len(routine.node.args.args) + len(routine.node.args.kwonlyargs) + len(args) + len(kwargs)
+        )
         if self.active.count(node) >= 2 or len(self.active) >= MAX_DEPTH:
             return UNKNOWN
         scope = Scope(routine.scope)
@@ -150,7 +156,9 @@ class Calls(Expressions):
     def _hand_over(self, args: list[Value], kwargs: dict[str, Value]) -> None:
         """Whoever receives one of the bundle's functions may call it, at any later time and with anything."""
         for value in (*args, *kwargs.values()):
-            for function in callables_in(value):
+            if isinstance(value, Known | External | Made):
+                continue
+            for function in callables_in(value, self.spend):
                 target, given, named = function, [], {}
                 if isinstance(function, Partial):
                     target, given, named = function.function, list(function.args), dict(function.kwargs)
@@ -163,9 +171,10 @@ class Calls(Expressions):
         self, blueprint: Blueprint, args: list[Value], kwargs: dict[str, Value], line: int, exact: bool
     ) -> Value:
         thing = Thing(blueprint)
+        self.spend(len(self.built))
         if blueprint not in self.built:
             self.built.append(blueprint)
-        for base in _external_bases(blueprint):
+        for base in blueprint.external_bases:
             name = base.rpartition(".")[2]
             self.observer.called(Site(self.frame.script, line, base, name, tuple(args), kwargs))
         if isinstance(start := blueprint.lookup("__init__"), Routine):
@@ -263,11 +272,3 @@ def _bind_arguments(scope: Scope, routine: Routine, args: list[Value], kwargs: d
     if arguments.kwarg is not None:
         rest = {k: v for k, v in kwargs.items() if k not in named}
         scope.names[arguments.kwarg.arg] = Table(rest, open=not exact)
-
-
-def _external_bases(blueprint: Blueprint) -> Iterator[str]:
-    for base in blueprint.bases:
-        if isinstance(base, External):
-            yield base.path
-        elif isinstance(base, Blueprint):
-            yield from _external_bases(base)

@@ -52,7 +52,7 @@ class Expressions(WalkState):
         values, known = [], True
         for element in node.elts:
             if isinstance(element, ast.Starred):
-                inner = self.items(self.consumed(self.evaluate(element.value)))
+                inner = self.unpacked(element)
                 known &= inner is not None
                 values += inner or []
             else:
@@ -61,12 +61,19 @@ class Expressions(WalkState):
 
     _eval_List = _eval_Set = _eval_Tuple
 
+    def unpacked(self, node: ast.Starred) -> list[Value] | None:
+        """What `*value` stands for, where that is known. Its length is paid for: of two, a script can make four."""
+        inner = self.items(self.consumed(self.evaluate(node.value)))
+        self.spend(len(inner or ()))
+        return inner
+
     def _eval_Dict(self, node: ast.Dict) -> Value:
         table = Table({})
         for key_node, value_node in zip(node.keys, node.values, strict=True):
             key = Known(None) if key_node is None else self.evaluate(key_node)
             value = self.evaluate(value_node)
             if key_node is None and isinstance(value, Table):
+                self.spend(len(value.values))
                 table.values.update(value.values)
                 table.open |= value.open
             elif key_node is not None and isinstance(key, Known):
@@ -83,7 +90,8 @@ class Expressions(WalkState):
             plain = not formatted or (part.format_spec is None and part.conversion == -1)  # type: ignore[attr-defined]
             text.append(str(value.value) if isinstance(value, Known) and plain else None)
         known = [t for t in text if t is not None]
-        return Known("".join(known)) if len(known) == len(text) else UNKNOWN
+        fits = len(known) == len(text) and sum(map(len, known)) <= folding.MAX_TEXT
+        return Known("".join(known)) if fits else UNKNOWN
 
     def _eval_BoolOp(self, node: ast.BoolOp) -> Value:
         settles = isinstance(node.op, ast.Or)  # the truth value after which nothing more is looked at
@@ -128,6 +136,8 @@ class Expressions(WalkState):
                 for one, other in ((left, right), (right, left)):
                     if isinstance(one, Residue):
                         self.observer.residue_compared(self.frame.script, node.lineno, one.modulus, other)
+            if isinstance(right, Items | Table):
+                self.spend(len(right.values))
             known = folding.compare(operator, left, right)
             if known is False:
                 return Known(False)
@@ -157,6 +167,8 @@ class Expressions(WalkState):
         key = self.evaluate(node.slice)
         if isinstance(container, External) and container.path == "os.environ":
             return self.variable(key)
+        if isinstance(container, Table | Items) and not isinstance(key, Known):
+            self.spend(len(container.values))
         if isinstance(container, Table):
             if isinstance(key, Known) and key.value in container.values:
                 return container.values[key.value]
@@ -184,6 +196,7 @@ class Expressions(WalkState):
     def routine(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Routine:
         """The function that a definition makes here: its defaults are looked at now, its body when it is called."""
         arguments = node.args
+        self.spend(len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs))
         positional = [a.arg for a in arguments.posonlyargs + arguments.args]
         given = [self.evaluate(d) for d in arguments.defaults]
         defaults = dict(zip(positional[len(positional) - len(given) :], given, strict=True))
@@ -201,6 +214,7 @@ class Expressions(WalkState):
         try:
             for generator in node.generators:
                 items = self.items(self.consumed(self.evaluate(generator.iter)))
+                self.spend(len(items or ()))
                 if items == []:
                     return Items([])
                 self.assign(generator.target, any_of(items))

@@ -36,11 +36,26 @@ from prism_fast.harness.bundle.script.values import (
     options_of,
 )
 
-MAX_STEPS = 100_000
+MAX_STEPS = 200_000  # under a second; training.py of an example takes 6,000
+COPIED_A_STEP = 32  # names of a scope, copied or compared, that take as long as one node that is looked at
 
 
 class TooLarge(Exception):
     """The script takes more steps to follow than are granted."""
+
+
+class Budget:
+    """Steps that the walks of one bundle may take, all of them together. Everything that takes time takes steps: a
+    node that is looked at, a name that is copied, an item that is unpacked."""
+
+    def __init__(self, steps: int = MAX_STEPS) -> None:
+        self.left = steps
+
+    def spend(self, steps: int) -> None:
+        """Raises TooLarge once there are none left: before whatever they are for is done, so nothing outgrows them."""
+        self.left -= steps
+        if self.left < 0:
+            raise TooLarge
 
 
 class Stop(Exception):
@@ -111,8 +126,11 @@ class Mark:
 class WalkState:
     """The ground that statements, expressions and calls stand on."""
 
-    def __init__(self, scripts: Mapping[str, Script], rank: int, world: int, observer: Observer) -> None:
+    def __init__(
+        self, scripts: Mapping[str, Script], rank: int, world: int, observer: Observer, budget: Budget
+    ) -> None:
         self.scripts, self.observer = scripts, observer
+        self.spend = budget.spend
         self.frames: list[Frame] = []
         self.modules: dict[str, Scope] = {}
         self.active: list[ast.AST] = []
@@ -120,7 +138,6 @@ class WalkState:
         self.patched: dict[str, Value] = {}
         self.group: Value = Known(False)  # whether the default process group exists
         self.oldest_change = math.inf  # the birth of the oldest object that was changed in place
-        self.steps = 0
         self.line = 0
         self.rank, self.world = Known(rank), Known(world)
 
@@ -146,9 +163,7 @@ class WalkState:
         return self.frames[-1].scope
 
     def step(self, node: ast.AST) -> None:
-        self.steps += 1
-        if self.steps > MAX_STEPS:
-            raise TooLarge
+        self.spend(1)
         self.line = getattr(node, "lineno", self.line)
 
     def module(self, name: str) -> Scope:
@@ -165,17 +180,28 @@ class WalkState:
     # ----------------------------------------------------------------------------------------------------- branches
 
     def mark(self) -> Mark:
+        self._copy(len(self.scope.names))
         return Mark(dict(self.scope.names), self.group)
 
     def restore(self, mark: Mark) -> None:
+        self._copy(len(mark.names))
         self.scope.names, self.group = dict(mark.names), mark.group
 
     def meet(self, a: Mark, b: Mark) -> None:
         """Goes on from where two ways met. A name bound on one way only keeps that way's value: on the other its
         use would be an error."""
-        both = a.names.keys() & b.names.keys()
-        self.scope.names = {**a.names, **b.names, **{n: join(a.names[n], b.names[n]) for n in both}}
+        self._copy(2 * len(a.names) + len(b.names))
+        met = dict(a.names)
+        for name, value in b.names.items():
+            if (other := met.get(name, value)) is not value:
+                self.spend(1)
+                value = join(other, value)
+            met[name] = value
+        self.scope.names = met
         self.group = join(a.group, b.group)
+
+    def _copy(self, names: int) -> None:
+        self.spend(1 + names // COPIED_A_STEP)
 
     def either(self, ways: list[Callable[[], Exits]]) -> Exits:
         """Follows every way from here; those that fall through meet again after it."""
@@ -205,6 +231,7 @@ class WalkState:
             return self.external(f"builtins.{name}")
         stars = self.scope.module.names.get("*")
         if isinstance(stars, Items):
+            self.spend(len(stars.values))
             return any_of([self.external(f"{s.path}.{name}") for s in stars.values if isinstance(s, External)])
         return UNKNOWN
 
@@ -232,6 +259,7 @@ class WalkState:
         elif isinstance(target, ast.Tuple | ast.List):
             items = self.items(value)
             starred = any(isinstance(t, ast.Starred) for t in target.elts)
+            self.spend(len(target.elts))
             if items is None or starred or len(items) != len(target.elts):
                 items = [UNKNOWN] * len(target.elts)
             for element, item in zip(target.elts, items, strict=True):
@@ -251,6 +279,7 @@ class WalkState:
         if isinstance(key, Known):
             table.values[key.value] = self._changed(table.born, table.values.get(key.value), value)
         else:
+            self.spend(len(table.values))
             table.open = True
             table.values = {k: self._changed(table.born, v, value) for k, v in table.values.items()}
 
@@ -321,6 +350,7 @@ class WalkState:
         if isinstance(value, Items):
             return value.values
         if isinstance(value, Table) and not value.open:
+            self.spend(len(value.values))
             return [Known(k) for k in value.values]
         if isinstance(value, Known) and value.value in ("", b""):
             return []

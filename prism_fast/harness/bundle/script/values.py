@@ -111,20 +111,24 @@ class Routine(Value):
 
 @dataclass(eq=False)
 class Blueprint(Value):
-    """A class of the bundle."""
+    """A class of the bundle. `ancestors`: itself and the bundle's own classes above it, each once, nearest first."""
 
     name: str
     scope: Scope
     bases: tuple[Value, ...]
     fields: tuple[str, ...] = ()  # annotated names in order: what a dataclass' __init__ takes
+    ancestors: tuple[Blueprint, ...] = ()
+    external_bases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ours = [base for base in self.bases if isinstance(base, Blueprint)]
+        above = dict.fromkeys(ancestor for base in ours for ancestor in base.ancestors)
+        self.ancestors = (self, *above)
+        own = [base.path for base in self.bases if isinstance(base, External)]
+        self.external_bases = tuple(dict.fromkeys([*own, *(path for base in ours for path in base.external_bases)]))
 
     def lookup(self, name: str) -> Value | None:
-        if name in self.scope.names:
-            return self.scope.names[name]
-        for base in self.bases:
-            if isinstance(base, Blueprint) and (found := base.lookup(name)) is not None:
-                return found
-        return None
+        return next((a.scope.names[name] for a in self.ancestors if name in a.scope.names), None)
 
 
 @dataclass(eq=False)
@@ -239,19 +243,28 @@ def truth(value: Value) -> bool | None:
     return None
 
 
-def callables_in(value: Value) -> Iterator[Value]:
-    """The bundle's own functions that whoever is handed `value` may call."""
-    if isinstance(value, Routine | Partial):
-        yield value
-    elif isinstance(value, OneOf):
-        for option in value.options:
-            yield from callables_in(option)
-    elif isinstance(value, Items):
-        for item in value.values:
-            yield from callables_in(item)
-    elif isinstance(value, Table):
-        for item in value.values.values():
-            yield from callables_in(item)
+def callables_in(value: Value, spend: Callable[[int], None]) -> Iterator[Value]:
+    """The bundle's own functions that whoever is handed `value` may call. A list that is in another twice, and that in
+    a third twice, is looked into once."""
+    seen: set[int] = set()
+    queue: list[Value] = [value]
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Routine | Partial):
+            yield value
+            continue
+        inner: list[Value] = []
+        if isinstance(value, OneOf):
+            inner = list(value.options)
+        elif isinstance(value, Items):
+            inner = value.values
+        elif isinstance(value, Table):
+            inner = list(value.values.values())
+        spend(len(inner))
+        queue.extend(reversed(inner))
 
 
 def any_of(values: Sequence[Value] | None) -> Value:

@@ -40,6 +40,7 @@ from prism_fast.harness.bundle.script.values import (
     truth,
 )
 
+MAX_ANCESTORS = 64  # of a class: every method that is looked for is looked for in each
 LEAVES_FUNCTION = Exits.RETURNS | Exits.RAISES
 
 
@@ -95,14 +96,17 @@ class Walk(Calls):
         return Exits.RAISES if truth(self.evaluate(node.test)) is False else Exits.FALLS
 
     def _do_Global(self, node: ast.Global) -> Exits:
+        self.spend(len(node.names))
         self.scope.global_names.update(node.names)
         return Exits.FALLS
 
     def _do_Nonlocal(self, node: ast.Nonlocal) -> Exits:
+        self.spend(len(node.names))
         self.scope.nonlocal_names.update(node.names)
         return Exits.FALLS
 
     def _do_Delete(self, node: ast.Delete) -> Exits:
+        self.spend(len(node.targets))
         for target in node.targets:
             if isinstance(target, ast.Name):
                 self.scope.names.pop(target.id, None)
@@ -128,6 +132,7 @@ class Walk(Calls):
         return Exits.FALLS
 
     def _do_Import(self, node: ast.Import) -> Exits:
+        self.spend(len(node.names))
         for alias in node.names:
             if alias.name in self.scripts:
                 self.bind(alias.asname or alias.name, Module(self.module(alias.name)))
@@ -137,6 +142,7 @@ class Walk(Calls):
         return Exits.FALLS
 
     def _do_ImportFrom(self, node: ast.ImportFrom) -> Exits:
+        self.spend(len(node.names))
         module = node.module or ""
         ours = self.module(module).names if module in self.scripts else None
         for alias in node.names:
@@ -144,6 +150,7 @@ class Walk(Calls):
                 value = self.external(f"{module}.{alias.name}") if ours is None else ours.get(alias.name, UNKNOWN)
                 self.bind(alias.asname or alias.name, value)
             elif ours is not None:
+                self.spend(len(ours))
                 self.scope.names.update({k: v for k, v in ours.items() if not k.startswith("_")})
             else:
                 stars = self.scope.names.setdefault("*", Items([]))
@@ -162,7 +169,11 @@ class Walk(Calls):
     _do_AsyncFunctionDef = _do_FunctionDef
 
     def _do_ClassDef(self, node: ast.ClassDef) -> Exits:
-        blueprint = Blueprint(node.name, Scope(self.scope), tuple(self.evaluate(b) for b in node.bases))
+        bases = tuple(self.evaluate(base) for base in node.bases)
+        self.spend(sum(len(b.ancestors) + len(b.external_bases) for b in bases if isinstance(b, Blueprint)))
+        blueprint = Blueprint(node.name, Scope(self.scope), bases)
+        if len(blueprint.ancestors) > MAX_ANCESTORS:
+            raise TooLarge
         self.frames.append(Frame(blueprint.scope, self.frame.script, owner=blueprint, in_class_body=True))
         self.block(node.body)
         self.frames.pop()
@@ -207,6 +218,7 @@ class Walk(Calls):
 
     def _case(self, case: ast.match_case) -> Exits:
         for node in ast.walk(case.pattern):
+            self.spend(1)
             for name in (getattr(node, "name", None), getattr(node, "rest", None)):
                 if isinstance(name, str):
                     self.bind(name, UNKNOWN)
@@ -215,6 +227,7 @@ class Walk(Calls):
         return self.block(case.body)
 
     def _matches(self, pattern: ast.pattern, subject: Value) -> bool | None:
+        self.spend(1)
         match pattern:
             case ast.MatchAs(pattern=None):
                 return True
@@ -307,7 +320,9 @@ class Walk(Calls):
 
     def _forget(self, loop: ast.For | ast.AsyncFor | ast.While) -> None:
         """Names that the loop binds anew hold, at its head, the value of some earlier round."""
-        for name in self.scripts[self.frame.script].bound_by[loop] & self.scope.names.keys():
+        bound = self.scripts[self.frame.script].bound_by[loop]
+        self._copy(len(bound))
+        for name in bound & self.scope.names.keys():
             self.scope.names[name] = UNKNOWN
 
     def _rounds(self, body: list[ast.stmt]) -> Exits:

@@ -7,7 +7,6 @@ reports to the referee over the job's socket. How it ended travels there too: to
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import resource
@@ -25,21 +24,7 @@ from prism_fast.harness.process import wire  # noqa: E402
 from prism_fast.harness.process.die_with_parent import die_with_parent  # noqa: E402
 from prism_fast.harness.process.limits import limit_process  # noqa: E402
 from prism_fast.protocol import constants as c  # noqa: E402
-from prism_fast.protocol.errors import BundleFailed, BundleRejected, PrismError  # noqa: E402
-
-PACKAGE = Path(__file__).parents[2]
-# An error raised in these files, and not in bundle code that they called, is ours.
-ENGINE_FILES = tuple(
-    str(PACKAGE / p)
-    for p in (
-        "data",
-        "harness/trainer/instrument.py",
-        "harness/trainer/open_source.py",
-        "harness/trainer/predictor.py",
-        "harness/trainer/prism_v2.py",
-        "harness/process/weights_file.py",
-    )
-)
+from prism_fast.protocol.errors import BundleFailed, BundleRejected  # noqa: E402
 
 FILE_BYTES_OVER_QUOTA = 1 << 26  # the referee ends a run over its quota by name; the limit only bounds how far over
 
@@ -50,16 +35,14 @@ def main() -> int:
     if job["spec"]["seal"] == "sealed":
         limit_process(FILE_BYTES_OVER_QUOTA + 2 * job["spec"]["artifacts_quota_bytes"])
     rank = int(os.environ.get("RANK", "0"))
-    channel = wire.RunnerChannel(job["socket"])
+    channel = wire.RankChannel(job["socket"])
     try:
         _run(job, rank, channel)
         return 0
     except BaseException as e:
-        rule, kind, message = explain(e, job)
-        channel.send_json(
-            wire.FAULT,
-            {"rank": rank, "rule": rule, "kind": kind, "message": message, "traceback": traceback.format_exc()},
-        )
+        from prism_fast.harness.hosting.blame import fault_of
+
+        channel.send_json(wire.FAULT, fault_of(e, job["bundle_dir"], rank).model_dump(mode="json"))
         with contextlib.suppress(OSError):  # the log may be what is full
             traceback.print_exc()
         return 1
@@ -67,7 +50,7 @@ def main() -> int:
         channel.close()
 
 
-def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
+def _run(job: dict[str, Any], rank: int, channel: wire.RankChannel) -> None:
     import torch
     import torch._dynamo  # every torch optimizer asks for it, for a second or more: not on the bundle's clock
 
@@ -75,7 +58,9 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     from prism_fast.data.stream import TokenStream
     from prism_fast.data.tokenizers import reference_tokenizer
     from prism_fast.harness.hosting.context_engine import Engine, import_bundle, make_context
+    from prism_fast.harness.process.devices import resolve_device
     from prism_fast.harness.process.seeding import seed_everything, set_deterministic
+    from prism_fast.harness.trainer.full_state import hold_all
     from prism_fast.harness.trainer.instrument import Instrument
     from prism_fast.harness.trainer.open_source import OpenSource
     from prism_fast.harness.trainer.process_groups import keep_process_groups
@@ -108,17 +93,14 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
         )
     else:
         split = job.get("train_shards") or open_corpus(job["corpus_dir"]).split("train")
-        kind = OpenSource
-        if spec.capture == "fused":
-            from prism_fast.harness.trainer.fused_source import FusedSource as kind  # type: ignore[assignment]
-        source = kind(
+        source = OpenSource(
             spec,
             channel,
             make_stream=lambda seq_len, batch_size, basis: TokenStream(
                 split,
                 seq_len,
                 batch_size,
-                basis=_stream_basis(spec, basis),
+                basis=stream_basis(spec, basis),
                 rank=rank,
                 world=world,
                 prefetch=job["prefetch"],
@@ -126,8 +108,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             token_bytes={"tokens": tokenizer.token_bytes, "bytes": reference_tokenizer("bytes").token_bytes},
             rank=rank,
         )
-    if world > 1:
-        keep_process_groups()
+    keep_process_groups(before=hold_all)
     report = None
     if job.get("rank_report"):
         from prism_fast.harness.trainer.rank_report import RankReport
@@ -152,6 +133,7 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
 
     bundle_began = perf_counter()
     architecture, training = import_bundle(Path(job["bundle_dir"]), spec.seed)
+    default_dtype, build_model = torch.get_default_dtype(), architecture.build_model
     engine = Engine(architecture=architecture, tokenizer=tokenizer, instrument=instrument)
     context = make_context(
         spec,
@@ -171,13 +153,31 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
     instrument.begin()
     returned = train(context)
     instrument.finish()
-    trained_s = perf_counter()
     if instrument.error is not None:
         raise instrument.error
-    if instrument.model is None:
+    if instrument.model is None or instrument.state is None:
         raise BundleFailed("train(ctx) returned without calling ctx.iter_train_batches", rule=c.RULE_RUNTIME_ERROR)
+    channel.send_json(wire.TRAINED, {"rank": rank, "stopped_reason": instrument.stopped_reason})
+    trained_s = perf_counter()
+    flops = instrument.forward_flops() if rank == 0 else None
+    compare = bool(job.get("compare_state")) and not instrument.state.sharded
+    state = instrument.final_state() if spec.seal == "open" or report or compare else {}
+    heldout = outside = None
+    saved_s = perf_counter()
     if rank == 0 and spec.seal == "open":
-        _save_weights(instrument.model, job["weights_path"])
+        _save_weights(state, job["weights_path"])
+        saved_s = perf_counter()
+    if rank == 0:
+        heldout, outside = _after_training(
+            job,
+            spec,
+            instrument,
+            tokenizer,
+            lambda: build_model(context),
+            device,
+            default_dtype,
+            state if compare else None,
+        )
     cuda = device.type == "cuda"
     channel.send_json(
         wire.DONE,
@@ -188,31 +188,60 @@ def _run(job: dict[str, Any], rank: int, channel: wire.RunnerChannel) -> None:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_vram_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
             "peak_vram_reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
-            "save_s": perf_counter() - trained_s,
-            "forward_flops": instrument.forward_flops() if rank == 0 else None,
-            "head": source.head_document() if isinstance(source, OpenSource) and spec.exact else None,
-            "rank_report": report.document(instrument.model) if report else None,
+            "save_s": saved_s - trained_s,
+            "forward_flops": flops,
+            "heldout": heldout,
+            "outside_state": outside,
+            "rank_report": report.document(state, sharded=instrument.state.sharded) if report else None,
         },
     )
 
 
-def _stream_basis(spec: Any, basis: str) -> Literal["tokens", "bytes"]:
+def _after_training(
+    job: dict[str, Any],
+    spec: Any,
+    instrument: Any,
+    tokenizer: Any,
+    build: Any,
+    device: Any,
+    default_dtype: Any,
+    compared: dict[str, Any] | None,
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """-> (the held-out measurement, what the model depends on outside its state), each None where not asked for.
+
+    `compared`: the state that the live model is compared under."""
+    heldout = job.get("heldout")
+    if heldout is None and compared is None:
+        return None, None
+    from safetensors.torch import load_file
+
+    from prism_fast.data.tokenizers import reference_tokenizer
+    from prism_fast.harness.trainer.open_heldout import FreshModel, as_before_training, measure_open
+    from prism_fast.harness.trainer.outside_state import compare_with_fresh
+
+    basis = stream_basis(spec, instrument.basis)
+    basis_tokenizer = tokenizer if basis == "tokens" else reference_tokenizer("bytes")
+    found = outside = None
+    with as_before_training(spec, default_dtype):
+        fresh = FreshModel(spec, build, device)
+        if heldout is not None:
+            found = measure_open(
+                spec,
+                heldout,
+                fresh,
+                lambda: load_file(job["weights_path"]),
+                basis=basis,
+                basis_tokenizer=basis_tokenizer,
+            )
+        if compared is not None:
+            fresh.load(compared)
+            outside = compare_with_fresh(instrument.model, fresh, spec.sequence_length, basis_tokenizer.n_vocab)
+    return found, outside
+
+
+def stream_basis(spec: Any, basis: str) -> Literal["tokens", "bytes"]:
     """A corpus packed as bytes is its own byte basis; any other is decoded to bytes on the fly."""
     return "bytes" if basis == "bytes" and spec.tokenizer != "bytes" else "tokens"
-
-
-def resolve_device(requested: str, local_rank: int) -> Any:
-    import torch
-
-    if requested == "cuda" and not torch.cuda.is_available():
-        from prism_fast.protocol.errors import EngineFault
-
-        raise EngineFault("--device cuda was asked for, but torch sees no CUDA device")
-    if requested != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def _machine() -> dict[str, Any]:
@@ -221,38 +250,11 @@ def _machine() -> dict[str, Any]:
     return describe_machine()
 
 
-def _save_weights(model: Any, path: str) -> None:
+def _save_weights(state: dict[str, Any], path: str) -> None:
     from prism_fast.harness.process.weights_file import save_weights
 
     gc.collect()
-    save_weights({name: value for name, value in model.state_dict().items() if hasattr(value, "detach")}, path)
-
-
-def explain(error: BaseException, job: dict[str, Any]) -> tuple[str | None, str, str]:
-    """-> (rule, kind, one sentence). Kind: rejected, failed, quota or engine (evaluator_client.reported_fault)."""
-    import torch
-
-    if isinstance(error, BundleRejected):
-        return error.rule, "rejected", str(error)
-    if isinstance(error, BundleFailed):
-        return error.rule, "failed", str(error)
-    if isinstance(error, PrismError):
-        return error.rule, "engine", str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    bundle_frames = [f for f in frames if f.filename.startswith(job["bundle_dir"])]
-    where = f"{Path(bundle_frames[-1].filename).name} line {bundle_frames[-1].lineno}: " if bundle_frames else ""
-    text = " ".join(str(error).split())[:500]
-    message = f"{where}{type(error).__name__}: {text}" if text else f"{where}{type(error).__name__}"
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return c.RULE_ARTIFACTS_QUOTA, "quota", f"{message} ({c.MARKER_ARTIFACTS_QUOTA})"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return c.RULE_RESOURCE_OOM, "failed", message
-    if isinstance(error, SystemExit):
-        return c.RULE_RUNTIME_ERROR, "failed", f"{where}the bundle called sys.exit({error.code!r})"
-    ours = [f for f in frames if f.filename.startswith(ENGINE_FILES)]
-    if ours and (not bundle_frames or frames.index(ours[-1]) > frames.index(bundle_frames[-1])):
-        return None, "engine", message
-    return c.RULE_RUNTIME_ERROR, "failed", message
+    save_weights(state, path)
 
 
 if __name__ == "__main__":
