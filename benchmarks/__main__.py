@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-# padding and planner, packer and reader, bucketed_loader: data.md's tables; losses: kernels.md's CPU rows;
-# overhead, head_fusion, feed: what scoring costs; growth, startup, heldout: at length, before and after;
-# step_time, mask: profiles.md's probes on the examples.
+# The tables of docs/performance.md, in its order but for what takes long; probe_power: docs/security.md's table;
+# step_time, mask: docs/profiles.md's probes on the examples.
 NAMES = (
     "losses",
     "planner",
@@ -17,11 +16,12 @@ NAMES = (
     "bucketed_loader",
     "transformers_patch",
     "overhead",
-    "head_fusion",
+    "executor",
     "feed",
     "growth",
     "startup",
     "heldout",
+    "probe_power",
     "step_time",
     "mask",
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.growth import ARCHITECTURE, TRAINING, write_text
 from benchmarks.measure import Table, parser_for
+from prism_fast.harness.process.commands import child_command, child_environment
 from prism_fast.protocol import constants as c
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
@@ -33,11 +33,12 @@ COLUMNS = {
 
 def profile_of(bundle: Path, folder: Path, seal: str, *options: str) -> dict[str, Any]:
     out = folder / "run"
-    command = [
-        sys.executable, "-m", "prism_fast.cli.main", "score", str(bundle), f"--out={out}",
+    arguments = [
+        "score", str(bundle), f"--out={out}",
         f"--cache-dir={folder / 'cache'}", f"--seal={seal}", "--token-budget=0", "--val-byte-budget=1000", *options,
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+    command = child_command("prism_fast.cli.main", *arguments)
+    subprocess.run(command, check=True, capture_output=True, env=child_environment())
     return dict(json.loads((out / f"seed-{c.DEFAULT_SEED}" / c.THROUGHPUT_PROFILE_FILE).read_bytes()))
 
 

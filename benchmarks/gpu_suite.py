@@ -182,7 +182,7 @@ def environment(suite: Suite) -> Row:
         "python": sys.version.split()[0],
         "peers": peers,
         "commit": _commit(),
-        "command": " ".join([Path(sys.executable).name, "-m", "benchmarks.gpu_suite", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "benchmarks.gpu_suite", *sys.argv[1:]]),
         "dry_run": suite.dry,
     }
     if not suite.dry:

@@ -11,10 +11,10 @@ number of bytes a batch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Table, parser_for
+from prism_fast.harness.process.commands import child_command, child_environment
 
 ROWS, LENGTH = 8, 128
 TOKENS_A_BATCH = 8192  # simulated
 SAMPLE_S = 0.25
 COLUMNS = {
     "what": "9", "tokens": "9.2g", "tokens_per_s": ".0f", "referee_mib": ".0f", "trainer_mib": ".0f",
-    "evaluators_mib": ".0f", "bytes_a_batch": ".0f", "manifest_bytes": ",", "side_bytes": "11,", "documents_s": ".1f",
+    "executor_mib": ".0f", "bytes_a_batch": ".0f", "manifest_bytes": ",", "side_bytes": "11,", "documents_s": ".1f",
 }  # fmt: skip
 ARCHITECTURE = """
 import torch
@@ -111,8 +112,8 @@ def role_of(pid: int) -> str | None:
         return None
     if "python" not in Path(command.split(b"\0")[0].decode(errors="replace")).name:
         return None
-    names = {b"prism_fast.harness.process.torchrun": None, b"prism_fast.harness.trainer.runner": "trainer"}
-    names[b"prism_fast.harness.executor.evaluator"] = "evaluators"
+    names = {b"prism_fast.harness.process.torchrun": None, b"prism_fast.harness.trainer.rank": "trainer"}
+    names[b"prism_fast.harness.executor.main"] = "executor"
     return next((role for name, role in names.items() if name in command), None)
 
 
@@ -134,12 +135,18 @@ def long_run(tokens: int) -> list[dict[str, Any]]:
         (place / "bundle" / "training.py").write_text(TRAINING)
         (place / "text").mkdir()
         write_text(place / "text" / "text.jsonl", tokens + tokens // 4)  # some become the val split
-        command = [
-            sys.executable, "-m", "prism_fast.cli.main", "score", str(place / "bundle"), f"--data={place / 'text'}",
+        arguments = [
+            "score", str(place / "bundle"), f"--data={place / 'text'}",
             f"--out={place / 'run'}", f"--cache-dir={place / 'cache'}", "--tokenizer=bytes", f"--seq-len={LENGTH}",
             f"--token-budget={tokens}", "--budget-seconds=7200", "--val-byte-budget=1000", "--torch-threads=1",
         ]  # fmt: skip
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            child_command("prism_fast.cli.main", *arguments),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=child_environment(),
+        )
         sampler = Sampler(process.pid, place / "run" / "seed-1337")
         sampler.start()
         said = process.communicate()[1]
@@ -160,7 +167,7 @@ def long_run(tokens: int) -> list[dict[str, Any]]:
                 "what": "run",
                 "tokens": at["tokens"],
                 "tokens_per_s": (at["tokens"] - before["tokens"]) / (at["seconds"] - before["seconds"]),
-                **{f"{role}_mib": at.get(role, 0.0) for role in ("referee", "trainer", "evaluators")},
+                **{f"{role}_mib": at.get(role, 0.0) for role in ("referee", "trainer", "executor")},
                 "record_bytes": at["file_bytes"],
                 "bytes_a_batch": at["file_bytes"] / (at["tokens"] / (ROWS * LENGTH)),
             }
@@ -174,18 +181,31 @@ def long_run(tokens: int) -> list[dict[str, Any]]:
 
 def simulate(run_dir: Path, batches: int, tokens_a_batch: int = TOKENS_A_BATCH) -> dict[str, Any]:
     """The files of a run of `batches` batches in `run_dir` -> a row, its sizes in bytes."""
+    from prism_fast.harness.process import jobs
     from prism_fast.harness.referee.ledger import Ledger, pack_record
-    from prism_fast.harness.referee.results import RunFacts, build_documents
+    from prism_fast.harness.referee.results import RunFacts, write_documents
     from prism_fast.harness.trainer.instrument import OBSERVATION_RECORD
     from prism_fast.profiling.machine import describe_machine
     from prism_fast.protocol import constants as c
-    from prism_fast.protocol.canonical import canonical_json, write_atomically, write_json
+    from prism_fast.protocol import receipts
     from prism_fast.protocol.run_spec import RunSpec
-    from prism_fast.protocol.score import CodeLength, HeldOut, compute_score
+    from prism_fast.protocol.score import CodeLength, HeldOut
 
     (run_dir / c.ARTIFACTS_DIR).mkdir(exist_ok=True)
     (run_dir / c.WEIGHTS_FILE).write_bytes(b"")
+    spec = RunSpec(
+        engine_version="0", bundle_digest="0" * 64, seal="sealed", isolation="bwrap", tokenizer="gpt2",
+        tokenizer_fingerprint="0" * 64, corpus_fingerprint="0" * 64, val_corpus_fingerprint=None, vocab_size=50304,
+        torch_threads=1, token_budget=batches * tokens_a_batch,
+    )  # fmt: skip
+    genesis = receipts.Genesis(
+        run_spec_sha256=spec.hash, submission_id="simulated", run_id="simulated",
+        script_sha256={"architecture.py": "0" * 64, "training.py": "0" * 64}, data_dir="", data_source="made up",
+        shard_count=1, available_bytes=batches * tokens_a_batch * 4, programs=[], initial_state_sha256=None, pin=None,
+        distributed_contract=None,
+    )  # fmt: skip
     ledger, drawn = Ledger(run_dir, 1), np.random.default_rng(0)
+    ledger.bind(hashlib.sha256(receipts.document_bytes(genesis)).digest())
     began = perf_counter()
     for first in range(0, batches, 1 << 14):
         count = min(1 << 14, batches - first)
@@ -197,41 +217,28 @@ def simulate(run_dir: Path, batches: int, tokens_a_batch: int = TOKENS_A_BATCH) 
             ledger.observe(0, OBSERVATION_RECORD.pack(index, *times, 0.5 + b, 0, 0))
     ledger.close()
     record_s = perf_counter() - began
-    spec = RunSpec(
-        engine_version="0", bundle_digest="0" * 64, seal="sealed", isolation="bwrap", tokenizer="gpt2",
-        tokenizer_fingerprint="0" * 64, corpus_fingerprint="0" * 64, val_corpus_fingerprint=None, vocab_size=50304,
-        torch_threads=1, token_budget=batches * tokens_a_batch,
-    )  # fmt: skip
     code = CodeLength(nats=3.0e6, bytes=4_000_000, tokens=1_000_000)
-    score = compute_score(
-        ledger.code_length,
-        step0_loss=ledger.step0_loss,
-        head_width=50304,
-        faults=0,
-        heldout=HeldOut(trained=code, twin=code, train_prefix=code, n_vocab=50257),
-    )
     facts = RunFacts(
-        spec=spec, submission_id="simulated", run_id="simulated", run_dir=run_dir, data_dir="", data_source="made up",
-        shard_count=1, available_bytes=ledger.bytes, hello={0: {"device": "cpu", "machine": describe_machine()}},
-        started={0: {}},
+        spec=spec, genesis=genesis, run_dir=run_dir,
+        hello=jobs.Hello(
+            rank=0, pid=1, secret="", device="cpu", machine=describe_machine(), import_s=1.0, prepare_s=1.0
+        ),
+        done={
+            0: jobs.Done(
+                rank=0, stopped_reason=c.STOP_TOKEN_BUDGET, returned=None, peak_rss_bytes=1, peak_vram_bytes=None,
+                peak_vram_reserved_bytes=None, forward_flops=None, save_s=1.0,
+            )
+        },
         model={
             "model_params": 10**8, "head_width": 50304, "batch_size": 8, "seq_len": 1024, "basis": "tokens",
             "backends": {}, "plan": {"corpus_bytes": ledger.bytes, "corpus_tokens": ledger.scored_tokens},
         },
-        done={
-            0: {
-                "peak_rss_bytes": 1, "peak_vram_bytes": None, "peak_vram_reserved_bytes": None, "forward_flops": None,
-                "returned": None,
-            }
-        },
-        stopped_reason=c.STOP_TOKEN_BUDGET, startup_s={}, train_s=batches * 0.05, wall_s=batches * 0.05, heldout_s=1.0,
-        ineligible_reasons=[], probes=1, script_sha256={"architecture.py": "0" * 64, "training.py": "0" * 64},
+        stopped_reason=c.STOP_TOKEN_BUDGET,
+        heldout=HeldOut(trained=code, twin=code, train_prefix=code, n_vocab=50257), startup_s={},
+        train_s=batches * 0.05, wall_s=batches * 0.05, heldout_s=1.0,
     )  # fmt: skip
     began = perf_counter()
-    manifest, series, profile = build_documents(facts, ledger, score)
-    write_atomically(run_dir / c.TRAIN_SERIES_FILE, canonical_json(series.model_dump(mode="json")))
-    write_json(run_dir / c.THROUGHPUT_PROFILE_FILE, profile.model_dump(mode="json"))
-    write_json(run_dir / c.RUN_MANIFEST_FILE, manifest.model_dump(mode="json"))
+    write_documents(facts, ledger)
     document_s = perf_counter() - began
 
     def size(*names: str) -> int:
@@ -243,7 +250,7 @@ def simulate(run_dir: Path, batches: int, tokens_a_batch: int = TOKENS_A_BATCH) 
         "tokens": batches * tokens_a_batch,
         "batches": batches,
         "manifest_bytes": size(c.RUN_MANIFEST_FILE),
-        "side_bytes": records + size(c.TRAIN_SERIES_FILE, c.THROUGHPUT_PROFILE_FILE),
+        "side_bytes": records + size(c.TRAIN_SERIES_FILE, c.THROUGHPUT_PROFILE_FILE, c.RECEIPT_FILE),
         "series_bytes": size(c.TRAIN_SERIES_FILE),
         "bytes_a_batch": records / batches,
         "ledger_microseconds_a_batch": 1e6 * record_s / batches,

@@ -7,7 +7,6 @@ not import are not run, and rows that need a GPU are listed as unmeasured where 
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.measure import machine, median, median_seconds, save
 from prism_fast import cross_entropy, linear_cross_entropy, token_nll
+from prism_fast.harness.process.commands import child_environment, python_command
 from prism_fast.kernels import backend_report
 
 TOKENS, VOCAB = 2048, 50304
@@ -177,8 +177,8 @@ print((resident("VmHWM") - before - hidden.grad.nbytes - head.grad.nbytes) / (to
 
 
 def extra_memory(name: str) -> float:
-    command = [sys.executable, "-c", MEMORY, name, *map(str, (HIDDEN_TOKENS, WIDTH, VOCAB))]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    command = python_command("-c", MEMORY, name, *map(str, (HIDDEN_TOKENS, WIDTH, VOCAB)))
+    return float(subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment()).stdout)
 
 
 def from_hidden(report: Report) -> None:

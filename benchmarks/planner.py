@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from benchmarks.measure import machine, median, median_seconds, save
 from prism_fast.data.plan import bucket_plan
 from prism_fast.data.synthetic import FIELD_LENGTHS, draw_lengths
+from prism_fast.harness.process.commands import child_environment, python_command
 
 MICRO_BATCH, SEED = 2, 20260824
 
@@ -102,8 +102,9 @@ def main() -> None:
     )
     for size in (arguments.records, arguments.most):
         for bucket in (8, 3):
-            command = [sys.executable, "-c", MEMORY, str(size), str(bucket)]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            command = python_command("-c", MEMORY, str(size), str(bucket))
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
+            out = done.stdout
             grown, plan, given, whole = (int(word) for word in out.split())
             rows.append(
                 {"question": "memory", "records": size, "bucket": bucket, "grown_bytes": grown, "plan_bytes": plan,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +19,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.measure import Table, parser_for
+from prism_fast.harness.process.commands import child_command, child_environment, python_command
 from prism_fast.protocol import constants as c
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformer_tiny"
@@ -29,18 +29,19 @@ COLUMNS = {"seal": "7", "part": "26", "seconds": ".2f", "over_import": ".2f"}
 
 def start_of(seal: str, folder: Path) -> dict[str, float]:
     out = folder / seal
-    command = [
-        sys.executable, "-m", "prism_fast.cli.main", "score", str(EXAMPLE), "--data=sample", f"--out={out}",
+    arguments = [
+        "score", str(EXAMPLE), "--data=sample", f"--out={out}",
         f"--cache-dir={folder / 'cache'}", f"--seal={seal}", "--step-budget=2", "--val-byte-budget=1000",
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+    command = child_command("prism_fast.cli.main", *arguments)
+    subprocess.run(command, check=True, capture_output=True, env=child_environment())
     profile = json.loads((out / f"seed-{c.DEFAULT_SEED}" / c.THROUGHPUT_PROFILE_FILE).read_bytes())
     return dict(profile["startup_s"])
 
 
 def import_torch_s() -> float:
     began = perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    subprocess.run(python_command("-c", "import torch"), check=True, env=child_environment())
     return perf_counter() - began
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import save
+from prism_fast.harness.process.commands import SEARCH_PATH, child_command, child_environment
 
 # family -> vocabulary, as released
 FAMILIES = {"gpt2": 50257, "llama": 32000, "qwen2": 151936}
@@ -63,8 +64,11 @@ def peak_bytes() -> int:
 
 def memory_of_a_step(family: str, tokens: int, patched: bool) -> int:
     """Bytes by which the peak of a fresh process grows over one step."""
-    command = [sys.executable, "-m", "benchmarks.transformers_patch", "--memory", family, "--tokens", str(tokens)]
-    done = subprocess.run([*command, *["--patched"] * patched], capture_output=True, text=True, check=True)
+    command = child_command("benchmarks.transformers_patch", "--memory", family, "--tokens", str(tokens))
+    environment = child_environment(changes={SEARCH_PATH: str(Path(__file__).parents[1])})
+    done = subprocess.run(
+        [*command, *["--patched"] * patched], capture_output=True, text=True, check=True, env=environment
+    )
     return int(done.stdout)
 
 

@@ -1,6 +1,6 @@
-"""What the site makes from the code itself: the command reference, the fields of every file, the measured tables.
+"""What the site makes from the code itself: commands, the fields of every file, allowed operators, measured tables.
 
-A page holds a marker on a line of its own: `<!-- commands -->`, `<!-- schemas -->`, or
+A page holds a marker on a line of its own: `<!-- commands -->`, `<!-- schemas -->`, `<!-- operators -->`, or
 `<!-- measured FILE column:format ... -->`, whose table has the rows of benchmarks/results/FILE.json that have every
 column. A marker that finds nothing is a warning, which ends a strict build; a benchmark that is there and has not been
 run yet says so on the page.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-MARKER = re.compile(r"^<!-- (commands|schemas|measured)(?: (.*?))? -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (commands|schemas|operators|measured)(?: (.*?))? -->$", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.prism_fast")
 
 
@@ -104,6 +104,24 @@ def _type(field: dict[str, Any]) -> str:
     return str(field.get("type", "any"))
 
 
+# ----------------------------------------------------------------------------------------------------------- operators
+
+
+def operators(_: str) -> str:
+    from prism_fast.program.operators import OPERATORS
+
+    classes: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for name, operator in OPERATORS.items():
+        classes.setdefault(operator.kind, []).append(name.removeprefix("aten.").removesuffix(".default"))
+        reasons.setdefault(operator.kind, operator.reason)
+    table = [f"{len(OPERATORS)} operators in {len(classes)} classes:", "", "| class | how many | let in because |"]
+    table += ["| --- | --- | --- |"]
+    table += [f"| {kind} | {len(names)} | {_cell(reasons[kind])} |" for kind, names in classes.items()]
+    lists = [f"**{kind}**: " + ", ".join(f"`{name}`" for name in sorted(names)) for kind, names in classes.items()]
+    return "\n\n".join(["\n".join(table), *lists])
+
+
 # ------------------------------------------------------------------------------------------------------------ measured
 
 
@@ -126,4 +144,4 @@ def measured(arguments: str) -> str:
     return "\n".join([*table, "", f"*`benchmarks/results/{name}.json`: {machine}; {versions}.*"])
 
 
-MAKERS = {"commands": commands, "schemas": schemas, "measured": measured}
+MAKERS = {"commands": commands, "schemas": schemas, "operators": operators, "measured": measured}
