@@ -38,7 +38,6 @@ from prism_fast.protocol.score import CodeLength, HeldOut, Score, compute_score
 
 GENESIS_SCHEMA: Final = "prism_genesis.v1"
 RECEIPT_SCHEMA: Final = "prism_receipt.v1"
-SCRIPTS = ("architecture.py", "training.py")
 MAX_JSON_BYTES = 64 << 20
 MAX_FILE_BYTES = 1 << 31  # of a file that is read whole, packed and unpacked
 MAX_SENTENCES = 200

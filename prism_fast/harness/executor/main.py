@@ -40,7 +40,7 @@ from prism_fast.harness.process.jobs import (
 from prism_fast.harness.process.limits import limit_process, usable_memory
 from prism_fast.harness.process.seeding import set_deterministic
 from prism_fast.harness.process.shared_memory import SharedRegion
-from prism_fast.harness.process.shared_state import Slot, slots_of, view
+from prism_fast.harness.process.shared_state import slots_of, view
 from prism_fast.program.format import Program, ProgramError
 from prism_fast.program.runnable import Runnable
 from prism_fast.program.sizes import logits_spec
@@ -81,13 +81,6 @@ def fault_of(error: BaseException) -> Fault:
     return Fault(kind="engine", message=f"the executor failed: {type(error).__name__}, see {c.EXECUTOR_LOG_FILE}")
 
 
-class State:
-    """Weights by name of a region, and the private copy that a prediction reads."""
-
-    def __init__(self, slots: list[Slot], region: SharedRegion) -> None:
-        self.views = [view(slot, region) for slot in slots if not slot.tied]
-
-
 class Executor:
     """Programs of one model, one a width, and the weights they run on."""
 
@@ -108,7 +101,7 @@ class Executor:
         table = np.frombuffer(blob(job.token_bytes), np.int32).copy()
         self.token_bytes = torch.from_numpy(table).to(self.device)
         self.n_vocab = len(table)
-        self._states: dict[str, State] = {}
+        self._states: dict[str, list[torch.Tensor]] = {}  # by name: distinct tensors over their region
         distinct = [slot for slot in self._slots if not slot.tied]
         self._private = [
             torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self.device) for slot in distinct
@@ -130,7 +123,7 @@ class Executor:
         self._probers = {"live": prober(), "trained": prober(first_within=1)}
 
     def adopt(self, name: str, region: SharedRegion) -> None:
-        self._states[name] = State(self._slots, region)
+        self._states[name] = [view(slot, region) for slot in self._distinct]
         if self._holds == name:
             self._holds = None
 
@@ -183,7 +176,7 @@ class Executor:
     def _take(self, name: str) -> None:
         """Copies the weights: from here on nobody else can reach them."""
         if self._private:
-            torch._foreach_copy_(self._private, self._states[name].views)
+            torch._foreach_copy_(self._private, self._states[name])
         self._holds = name
         if name == "live" and not self._init_seen:
             self._check_init()
@@ -191,7 +184,7 @@ class Executor:
 
     def _check_init(self) -> None:
         """The first weights that are predicted from, in the very copy, must be the forced init's bit for bit."""
-        for slot, own, first in zip(self._distinct, self._private, self._states["initial"].views, strict=True):
+        for slot, own, first in zip(self._distinct, self._private, self._states["initial"], strict=True):
             if not _same_bytes(own.cpu(), first):
                 raise BundleRejected(
                     f"the trainer's {slot.name} was not build_model(ctx)'s under the forced seed when the first batch "
@@ -205,9 +198,7 @@ class Executor:
         if initial is None:
             return 0
         return sum(
-            self._distinct[i].numbers
-            for i in self._buffers
-            if not _same_bytes(self._private[i].cpu(), initial.views[i])
+            self._distinct[i].numbers for i in self._buffers if not _same_bytes(self._private[i].cpu(), initial[i])
         )
 
     def _nats_for_probe(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:

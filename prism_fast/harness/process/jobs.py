@@ -27,7 +27,6 @@ from prism_fast.protocol.manifest import MachineBlock
 
 MAX_BATCH_SIZE = 65535
 MAX_MESSAGE = 2000
-PLAIN_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=1 << 62)]
